@@ -1,0 +1,47 @@
+"""Every error this package raises, in one tree.
+
+    HiCacheError
+    ├── ConfigError (also ValueError)   refused at start: what, the numbers, the way out
+    │   └── UnsupportedEngineError      this vLLM, this model or this platform is not served
+    ├── StoreError                      a store call failed: the caller turns it into a miss
+    │   ├── ObjectMissing               the object is not there
+    │   ├── StoreTimeout                the call's deadline passed
+    │   └── StoreUnavailable            the store cannot be reached, is full or refuses us
+    └── InvariantError                  a conservation law is broken: a bug of ours, always a stop
+
+Which border turns which error into a miss and which into a stop is the table in `docs/design.md`.
+"""
+
+from __future__ import annotations
+
+
+class HiCacheError(Exception):
+    """Root of all errors of this package."""
+
+
+class ConfigError(HiCacheError, ValueError):
+    """A setting cannot be honoured. The message says what, the numbers, and the way out."""
+
+
+class UnsupportedEngineError(ConfigError):
+    """The engine, the model or the platform is outside what this package serves."""
+
+
+class StoreError(HiCacheError):
+    """A call to a store failed. Callers outside `storage/` count it and treat it as a miss."""
+
+
+class ObjectMissing(StoreError):
+    """The object does not exist."""
+
+
+class StoreTimeout(StoreError):
+    """A store call passed its deadline."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached, is full, or refuses the credentials."""
+
+
+class InvariantError(HiCacheError):
+    """A conservation law does not hold. The message carries all of its numbers."""

@@ -1,0 +1,60 @@
+"""The words of this project as types: identities, tiers, roles and outcomes.
+
+Lowest layer: imports nothing of the package. The words are those of `docs/design.md`, section 1.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType
+
+PageKey = NewType("PageKey", bytes)
+"""32-byte digest that names a page: everything that decides the meaning of its bytes."""
+
+Slot = NewType("Slot", int)
+"""Index of a page in one rank's host pool."""
+
+BlockId = NewType("BlockId", int)
+"""vLLM's block number on one rank."""
+
+OpId = NewType("OpId", int)
+"""Number of a logical operation; one sequence per engine, starting at 1."""
+
+RequestId = NewType("RequestId", str)
+"""vLLM's request identifier."""
+
+ObjectName = NewType("ObjectName", str)
+"""Name of one object in a store: printable ASCII, `/` separates parts."""
+
+KEY_BYTES = 32
+
+
+class Tier(StrEnum):
+    """Where a page's bytes are held."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORE = "store"
+
+
+class Role(StrEnum):
+    """Which model's layers a chunk belongs to."""
+
+    TARGET = "target"
+    DRAFT = "draft"
+
+
+class MissReason(StrEnum):
+    """Why a page that was looked for is not served. Also the label of the miss counter."""
+
+    ABSENT = "absent"
+    SHORT = "short"
+    LONG = "long"
+    CORRUPT = "corrupt"
+    FOREIGN = "foreign"
+    VERSION = "version"
+    TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"
+    ERROR = "error"
+    NO_SLOT = "no_slot"
+    CANCELLED = "cancelled"
