@@ -1,1 +1,1 @@
-
+"""Moves pages between the device cache, the host pool and the store. Needs torch, knows nothing of vLLM."""

@@ -1,0 +1,215 @@
+"""Configuration: `kv_connector_extra_config`, parsed once at the border and strictly.
+
+Every key has a default that suits a first try. An unknown key, a value of the wrong type and settings that
+contradict each other are refused at start; the message names what, the numbers and the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TypeVar
+
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.grid import Grid
+from vllm_hicache.units import parse_bytes
+
+DEFAULT_STORE = "file://~/.cache/vllm-hicache/store?capacity=20GiB"
+NO_STORE = "none"
+
+
+class WritePolicy(StrEnum):
+    """When a page that is in host memory is flushed to the store."""
+
+    THROUGH = "through"
+    SELECTIVE = "selective"
+    BACK = "back"
+
+
+class PrefetchPolicy(StrEnum):
+    """How long a request waits for pages that are in the store only."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Size of one rank's host pool: bytes, or a multiple of that rank's device cache."""
+
+    num_bytes: int | None
+    ratio: float | None
+
+    @classmethod
+    def parse(cls, value: object) -> HostMemory:
+        """Read `"8GiB"`, a number of bytes as an int, or a ratio such as `2.0` or `"2x"`."""
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ConfigError(f"host_memory={value!r} is neither bytes nor a ratio: write '8GiB', or '2x' for twice the device cache")
+        if isinstance(value, int):
+            return cls(value, None)._checked(value)
+        if isinstance(value, float):
+            return cls(None, value)._checked(value)
+        if value.endswith("x"):
+            try:
+                ratio = float(value[:-1])
+            except ValueError:
+                raise ConfigError(f"host_memory={value!r} is no ratio: write '2x' for twice the device cache") from None
+            return cls(None, ratio)._checked(ratio)
+        return cls(parse_bytes(value), None)
+
+    def _checked(self, number: float) -> HostMemory:
+        if not 0 < number < float("inf"):
+            raise ConfigError(f"host_memory={number} holds no page: give a positive size, such as '8GiB' or '2x'")
+        return self
+
+    def resolve(self, device_bytes: int) -> int:
+        """Bytes of the pool of a rank whose device cache has `device_bytes` bytes."""
+        return self.num_bytes if self.num_bytes is not None else int((self.ratio or 0) * device_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings, checked. Field names are the keys of `kv_connector_extra_config`.
+
+    Attributes:
+        store: URL of the L3 store, or `none`.
+        host_memory: size of the host pool of each rank.
+        page_tokens: tokens of a page; `None` takes the smallest multiple of the block size from 64 on.
+        grid: objects a page is cut in.
+        write: when pages are flushed to the store.
+        prefetch: how long a request waits for the store.
+        prefetch_timeout_s: time limit of `prefetch=timeout`, seconds.
+        load_threshold: fewer tokens than this beyond vLLM's own prefix are recomputed, not loaded.
+        eviction: policy of the host pool.
+        lookup_timeout_s: a store lookup that takes longer counts as a miss, seconds.
+        io_threads: threads that read from and write to the store, per rank.
+        flush_queue_pages: pages that may wait to be flushed; more are offered again later.
+        shutdown_timeout_s: time to flush what is queued when the engine stops, seconds.
+        model_id: the operator's name for these weights, instead of a fingerprint of the files.
+        generation: the operator's generation of the weights.
+    """
+
+    store: str = DEFAULT_STORE
+    host_memory: HostMemory = HostMemory(None, 2.0)
+    page_tokens: int | None = None
+    grid: Grid = Grid()
+    write: WritePolicy = WritePolicy.THROUGH
+    prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    prefetch_timeout_s: float = 10.0
+    load_threshold: int = 64
+    eviction: str = "slru"
+    lookup_timeout_s: float = 0.5
+    io_threads: int = 4
+    flush_queue_pages: int = 4096
+    shutdown_timeout_s: float = 10.0
+    model_id: str | None = None
+    generation: str = "0"
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, object]) -> Config:
+        """Read and check the mapping a user wrote.
+
+        Raises:
+            ConfigError: an unknown key, a wrong type or range, or settings that contradict each other.
+        """
+        names = [field.name for field in fields(cls)]
+        for key in raw:
+            if key not in names:
+                close = difflib.get_close_matches(key, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else "remove it."
+                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config: {hint} Known keys: {', '.join(names)}")
+        values = _Values(raw)
+        config = cls(
+            store=values.text("store", DEFAULT_STORE),
+            host_memory=HostMemory.parse(raw["host_memory"]) if "host_memory" in raw else HostMemory(None, 2.0),
+            page_tokens=values.optional_count("page_tokens"),
+            grid=Grid.parse(values.text("grid", "1x1")),
+            write=values.choice("write", WritePolicy, WritePolicy.THROUGH),
+            prefetch=values.choice("prefetch", PrefetchPolicy, PrefetchPolicy.TIMEOUT),
+            prefetch_timeout_s=values.seconds("prefetch_timeout_s", 10.0),
+            load_threshold=values.count("load_threshold", 64, least=0),
+            eviction=values.text("eviction", "slru"),
+            lookup_timeout_s=values.seconds("lookup_timeout_s", 0.5),
+            io_threads=values.count("io_threads", 4, least=1),
+            flush_queue_pages=values.count("flush_queue_pages", 4096, least=1),
+            shutdown_timeout_s=values.seconds("shutdown_timeout_s", 10.0),
+            model_id=values.optional_text("model_id"),
+            generation=values.text("generation", "0"),
+        )
+        config._check(raw)
+        return config
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is an L3 store."""
+        return self.store != NO_STORE
+
+    @property
+    def time_limit_s(self) -> float | None:
+        """How long a load may wait for the store, seconds; `None` waits for every page or its failure."""
+        return self.prefetch_timeout_s if self.prefetch == PrefetchPolicy.TIMEOUT else None
+
+    def page_tokens_for(self, block_tokens: int) -> int:
+        """Tokens of a page for an engine with blocks of `block_tokens` tokens."""
+        if self.page_tokens is not None:
+            return self.page_tokens
+        return -(-64 // block_tokens) * block_tokens
+
+    def _check(self, raw: Mapping[str, object]) -> None:
+        if not self.has_store:
+            useless = sorted(key for key in raw if key in _STORE_KEYS)
+            if useless:
+                raise ConfigError(f"store='none' contradicts {', '.join(useless)}: remove {'it' if len(useless) == 1 else 'them'} or name a store")
+        if "prefetch_timeout_s" in raw and self.prefetch != PrefetchPolicy.TIMEOUT:
+            raise ConfigError(f"prefetch_timeout_s={self.prefetch_timeout_s} has no meaning with prefetch={self.prefetch.value!r}: remove it or set prefetch='timeout'")
+        if "+" in self.generation:
+            raise ConfigError(f"generation={self.generation!r} contains '+', which marks resets at run time: use another name")
+
+
+_STORE_KEYS = frozenset({"write", "prefetch", "prefetch_timeout_s", "lookup_timeout_s", "io_threads", "flush_queue_pages"})
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+class _Values:
+    """Typed access to the raw mapping; every refusal names key, value and what is allowed."""
+
+    def __init__(self, raw: Mapping[str, object]) -> None:
+        self._raw = raw
+
+    def text(self, key: str, default: str) -> str:
+        value = self._raw.get(key, default)
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"{key}={value!r} must be a non-empty text: give one, such as {default!r}")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        return self.text(key, "") if self._raw.get(key) is not None else None
+
+    def count(self, key: str, default: int, least: int) -> int:
+        value = self._raw.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{key}={value!r} must be a whole number from {least} on: the default is {default}")
+        return value
+
+    def optional_count(self, key: str) -> int | None:
+        return self.count(key, 64, least=1) if self._raw.get(key) is not None else None
+
+    def seconds(self, key: str, default: float) -> float:
+        value = self._raw.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 86400:
+            raise ConfigError(f"{key}={value!r} must be seconds between 0 and 86400: the default is {default}")
+        return float(value)
+
+    def choice(self, key: str, kind: type[_Choice], default: _Choice) -> _Choice:
+        value = self._raw.get(key, default)
+        try:
+            return kind(str(value))
+        except ValueError:
+            names = [member.value for member in kind]
+            close = difflib.get_close_matches(str(value), names, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"{key}={value!r} is not known: {hint}choose one of {', '.join(names)}") from None

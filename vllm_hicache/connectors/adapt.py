@@ -1,0 +1,252 @@
+"""Translates vLLM's words into this package's: what an engine is, what a request is.
+
+The only place that reads vLLM's configuration and request objects. No side effects at import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_hicache.config import Config
+from vllm_hicache.connectors import compat as compat
+from vllm_hicache.errors import ConfigError, UnsupportedEngineError
+from vllm_hicache.fingerprint import weights_fingerprint
+from vllm_hicache.geometry import Inventory
+from vllm_hicache.keys import Adapter, ExtraKey, digest
+from vllm_hicache.names import BlockId
+from vllm_hicache.namespace import Namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_PLAIN_DTYPES = frozenset({"auto", "bfloat16", "float16", "half", "float", "float32"})
+
+
+def use_engine_log() -> None:
+    """Send this package's log lines where vLLM's own go, at vLLM's level. Calling it again does nothing."""
+    ours, theirs = logging.getLogger("vllm_hicache"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
+def parse_config(vllm_config: VllmConfig) -> Config:
+    """The connector's settings.
+
+    Raises:
+        ConfigError: unknown, malformed or contradictory settings.
+    """
+    return Config.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse engines whose KV this package cannot yet keep right.
+
+    Raises:
+        UnsupportedEngineError: which property, its value and the way out.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role != "kv_both":
+        raise UnsupportedEngineError(
+            f"kv_role={transfer.kv_role!r} is not supported yet: prefill and decode in separate engines come later, set 'kv_both'"
+        )
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size != 1:
+            raise UnsupportedEngineError(f"{name}={size} is not supported yet: set {name}=1 or run without the connector")
+    if vllm_config.speculative_config is not None:
+        raise UnsupportedEngineError(
+            "speculative decoding is not supported yet, because a restored target without its draft state would be "
+            "slow: remove speculative_config or run without the connector"
+        )
+    _check_groups(kv_cache_config)
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(
+            f"{type(group.kv_cache_spec).__name__} ({len(group.layer_names)} layers, e.g. {group.layer_names[0]})"
+            for group in groups
+        )
+        raise UnsupportedEngineError(
+            f"this model has {len(groups)} KV cache groups: {kinds or 'none'}; models with one group are supported "
+            "so far, run this one without the connector"
+        )
+    kind = type(groups[0].kv_cache_spec).__name__
+    if kind != "FullAttentionSpec":
+        raise UnsupportedEngineError(
+            f"this model's KV cache is of kind {kind}; full attention is supported so far, run without the connector"
+        )
+
+
+def block_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens of a device block on one rank."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def slab_encoding(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """How a slab's interior is laid out, as a text that differs wherever bytes would.
+
+    On the CPU the kernel packs keys by instruction set and block; elsewhere the attention backend's name decides.
+    """
+    group = kv_cache_config.kv_cache_groups[0]
+    layer = vllm_config.compilation_config.static_forward_context[group.layer_names[0]]
+    backend = layer.get_attn_backend().get_name().lower()
+    spec = group.kv_cache_spec
+    if backend.startswith("cpu"):
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        isa = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype)
+        return f"{backend}-{isa}-b{spec.block_size}"
+    return f"{backend}-b{spec.block_size}"
+
+
+def namespace(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config, inventory: Inventory
+) -> Namespace:
+    """The namespace of this engine, from its configuration and what a rank holds."""
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    model = vllm_config.model_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    tokens = int(spec.block_size)
+    return Namespace(
+        model=model_identity(vllm_config, config),
+        generation=config.generation,
+        kv_dtype=str(spec.dtype) if cache_dtype in _PLAIN_DTYPES else cache_dtype,
+        quantization=str(model.quantization or "none"),
+        encoding=inventory.encoding,
+        layers=len(inventory.layers),
+        kv_heads=model.get_total_num_kv_heads(),
+        slab_bytes=inventory.layers[0].slab_bytes,
+        block_tokens=tokens,
+        page_tokens=config.page_tokens_for(tokens),
+        grid=str(config.grid),
+    )
+
+
+def model_identity(vllm_config: VllmConfig, config: Config) -> str:
+    """What stands for the weights in the namespace.
+
+    The operator's `model_id` where given; else a fingerprint of config and weight files together with what
+    overrides them. Random (`dummy`) weights get a nonce: no two engines share them.
+    """
+    model = vllm_config.model_config
+    if config.model_id is not None:
+        return f"id:{config.model_id}"
+    if vllm_config.load_config.load_format == "dummy":
+        return f"dummy:{secrets.token_hex(16)}"
+    overrides = json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else ""
+    fingerprint = weights_fingerprint(_model_directory(model.model, model.revision))
+    return digest(fingerprint.encode(), str(model.dtype).encode(), overrides.encode()).hex()
+
+
+def _model_directory(model: str, revision: str | None) -> Path:
+    if os.path.exists(model):
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as error:  # a stop: without the files the weights cannot be told apart
+        raise ConfigError(
+            f"the weight files of {model!r} are not on this machine ({type(error).__name__}), so their fingerprint "
+            "cannot be taken: give a local directory or pin 'model_id' in kv_connector_extra_config"
+        ) from error
+
+
+class AdapterVersions:
+    """Fingerprints of LoRA adapters, taken again when an adapter's files change."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[tuple[str, int, int], ...], str]] = {}
+
+    def adapter(self, request: LoRARequest | None) -> Adapter | None:
+        """The adapter of a request as keys see it.
+
+        Raises:
+            ConfigError: the adapter's files cannot be read.
+        """
+        if request is None:
+            return None
+        path = request.lora_path
+        signature = tuple(_file_signatures(Path(path)))
+        known = self._known.get(path)
+        if known is None or known[0] != signature:
+            version = weights_fingerprint(path) if signature else "no files"
+            self._known[path] = known = (signature, version)
+        return Adapter(request.lora_name, path, known[1])
+
+
+def _file_signatures(path: Path) -> Iterator[tuple[str, int, int]]:
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        if file.is_file():
+            stat = file.stat()
+            yield str(file), stat.st_size, stat.st_mtime_ns
+
+
+def extra_keys(request: Request, page_tokens: int) -> Iterator[ExtraKey]:
+    """What besides token ids decides a request's KV: multimodal items and prompt embeddings."""
+    for feature in request.mm_features:
+        position = feature.mm_position
+        yield ExtraKey(position.offset, position.offset + position.length, feature.modality, feature.identifier.encode())
+    if request.prompt_embeds is not None:
+        for start in range(0, len(request.prompt_embeds), page_tokens):
+            piece = request.prompt_embeds[start : start + page_tokens].contiguous()
+            content = hashlib.sha256(piece.view(-1).view(torch.uint8).numpy()).digest()
+            yield ExtraKey(start, start + len(piece), "embeds", content)
+
+
+class DeviceHolds:
+    """Holds device blocks by vLLM's own reference counts, so that a save may read them after their request ended."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._held: dict[BlockId, int] = {}
+
+    def hold(self, blocks: Sequence[BlockId]) -> None:
+        """Count one more user of each block."""
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+        for block in blocks:
+            self._held[block] = self._held.get(block, 0) + 1
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Count one user less; a block nobody uses becomes free, the last ones first."""
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+        for block in blocks:
+            count = self._held[block] - 1
+            if count:
+                self._held[block] = count
+            else:
+                del self._held[block]
+
+    @property
+    def num_held(self) -> int:
+        """Blocks under a hold."""
+        return len(self._held)
+
+    @property
+    def would_free(self) -> bool:
+        """Whether a block is kept from its pool by holds alone."""
+        return any(self._pool.blocks[block].ref_cnt <= count for block, count in self._held.items())

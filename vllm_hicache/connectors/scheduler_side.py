@@ -1,0 +1,255 @@
+"""vLLM's scheduler process: builds the scheduler half and translates the engine's calls for it.
+
+Scheduler thread only. The half comes to life when the ranks have handed over their inventories, before the
+first request.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_hicache.config import Config
+from vllm_hicache.connectors import adapt
+from vllm_hicache.errors import ConfigError, HiCacheError, InvariantError
+from vllm_hicache.events import PageStored
+from vllm_hicache.geometry import Inventory, RankGeometry
+from vllm_hicache.lookup import StoreLookups
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.names import BlockId, RequestId, Tier
+from vllm_hicache.plan import OpReport, Plan
+from vllm_hicache.scheduler import SchedulerHalf
+from vllm_hicache.stores import StoreOpener
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+_MEDIUMS = {Tier.HOST: MEDIUM_CPU, Tier.STORE: "STORAGE"}
+_DISK_SCHEMES = ("file",)
+
+
+@dataclass(frozen=True)
+class HiCacheMetadata(KVConnectorMetadata):
+    """A step's plan, on vLLM's road to the workers."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class HiCacheHandshake(KVConnectorHandshakeMetadata):
+    """A rank's inventory, on vLLM's road to the scheduler."""
+
+    inventory: Inventory
+
+
+@dataclass(frozen=True)
+class HiCacheWorkerMetadata(KVConnectorWorkerMetadata):
+    """Reports of one or more ranks, on vLLM's road to the scheduler."""
+
+    reports: tuple[OpReport, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Reports of both; they name their rank, so none is lost and none counts twice."""
+        return HiCacheWorkerMetadata(self.reports + getattr(other, "reports", ()))
+
+
+class SchedulerSide:
+    """See the module."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config: Config = adapt.parse_config(vllm_config)
+        adapt.check_engine(vllm_config, kv_cache_config)
+        self._stores = StoreOpener.for_config(self._config)
+        self.metrics = Metrics()
+        self._adapters = adapt.AdapterVersions()
+        self._requests: dict[str, Request] = {}
+        self._manager: KVCacheManager | None = None
+        self._holds: adapt.DeviceHolds | None = None
+        self._half: SchedulerHalf | None = None
+        self._disk = self._config.store.split(":", 1)[0] in _DISK_SCHEMES
+        events = vllm_config.kv_events_config
+        self._record_events = events is not None and events.enable_kv_cache_events
+
+    @property
+    def half(self) -> SchedulerHalf:
+        """The scheduler half.
+
+        Raises:
+            InvariantError: the ranks have not handed over their inventories.
+        """
+        if self._half is None:
+            raise InvariantError("the engine asked for the cache before its ranks handed over their inventories")
+        return self._half
+
+    def bind(self, manager: KVCacheManager, pool: BlockPool) -> None:
+        """Take the engine's block tables and block pool."""
+        self._manager = manager
+        self._holds = adapt.DeviceHolds(pool)
+
+    def start(self, inventories: Iterable[Inventory]) -> None:
+        """Build the half from what the ranks hold.
+
+        Raises:
+            ConfigError: ranks that do not fit together.
+        """
+        ranks = sorted(inventories, key=lambda inventory: inventory.rank)
+        if not ranks or self._holds is None:
+            raise ConfigError(f"{len(ranks)} ranks handed over an inventory, expected 1: this engine is not supported")
+        tokens = adapt.block_tokens(self._kv_cache_config)
+        first = ranks[0]
+        namespace = adapt.namespace(self._vllm_config, self._kv_cache_config, self._config, first)
+        geometry = RankGeometry(first.layers, tokens, namespace.page_tokens, self._config.grid)
+        lookups = StoreLookups(geometry.cells, self.metrics) if self._stores else None
+        self._half = SchedulerHalf(
+            self._config,
+            namespace,
+            tokens,
+            min(rank.num_slots for rank in ranks),
+            [rank.rank for rank in ranks],
+            self._holds,
+            self.metrics,
+            self._stores.chunks if self._stores else None,
+            lookups,
+            self._record_events,
+        )
+        if self._stores:
+            self._stores.announce(namespace)
+        self._say_hello(first)
+
+    def new_request(self, request: Request) -> None:
+        """Track a request. One whose tokens may change afterwards (a resumable session) is left alone."""
+        if request.resumable:
+            return
+        try:
+            adapter = self._adapters.adapter(request.lora_request)
+        except (HiCacheError, OSError):  # a miss: an adapter that cannot be told apart is not cached
+            logger.warning("LoRA adapter %r cannot be read; its requests are not cached", request.lora_request)
+            return
+        self._requests[request.request_id] = request
+        extras = adapt.extra_keys(request, self.half.namespace.page_tokens)
+        self.half.begin(RequestId(request.request_id), request, request.cache_salt, adapter, extras)
+
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """vLLM's answer: tokens beyond its own prefix, `None` to be asked again; always asynchronous."""
+        offer = self.half.match(RequestId(request.request_id), local_tokens)
+        return (None, False) if offer.pending else (offer.tokens, offer.tokens > 0)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
+        """Blocks were allocated for a request."""
+        (ids,) = blocks.get_block_ids()
+        self.half.allocated(RequestId(request.request_id), [BlockId(block) for block in ids], tokens)
+
+    def plan(self, output: SchedulerOutput) -> HiCacheMetadata:
+        """The step's plan; saves cover what the step computes."""
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                after = request.num_computed_tokens + num_tokens
+                self.half.scheduled(RequestId(request_id), after, lambda name=request_id: self._blocks(name))
+        return HiCacheMetadata(self.half.plan())
+
+    def output(self, output: KVConnectorOutput) -> None:
+        """Take the ranks' reports."""
+        metadata = output.kv_connector_worker_meta
+        if isinstance(metadata, HiCacheWorkerMetadata):
+            self.half.report(metadata.reports)
+
+    def finished(self, request: Request) -> None:
+        """A request has ended."""
+        self._requests.pop(request.request_id, None)
+        self.half.finished(RequestId(request.request_id))
+
+    def hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
+        """Tokens of a planned load by vLLM's names of tiers."""
+        store = CacheHitSource.DISK if self._disk else CacheHitSource.EXTERNAL_UNSPECIFIED
+        sources = {Tier.HOST: CacheHitSource.HOST, Tier.STORE: store}
+        hits = self.half.hit_tokens(RequestId(request.request_id), tokens)
+        return {sources[tier]: count for tier, count in hits.items()}
+
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        """vLLM's KV events for what entered and left host memory and the store. Block hashes are page keys."""
+        for event in self.half.events.take():
+            medium = _MEDIUMS[event.tier]
+            if isinstance(event, PageStored):
+                yield BlockStored(
+                    block_hashes=[event.key],
+                    parent_block_hash=event.parent,
+                    token_ids=list(event.tokens),
+                    block_size=self.half.namespace.page_tokens,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                )
+            else:
+                yield BlockRemoved(block_hashes=[event.key], medium=medium)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether the engine should keep stepping for our sake."""
+        return self._half is not None and self._half.has_pending
+
+    @property
+    def has_pending_frees(self) -> bool:
+        """Whether saves keep blocks from their pool, which come back by themselves."""
+        return self._holds is not None and self._holds.would_free
+
+    def reset(self) -> bool:
+        """Forget everything; what is computed from now on is shared with nobody."""
+        self.half.reset(secrets.token_hex(16))
+        logger.info("Cache reset; the namespace is now %s", self.half.namespace.digest().hex()[:16])
+        return True
+
+    def close(self) -> None:
+        """End lookups and close the store."""
+        if self._half is not None:
+            self._half.close()
+        if self._stores:
+            self._stores.close()
+
+    def _blocks(self, request_id: str) -> list[BlockId]:
+        if self._manager is None:
+            raise InvariantError("the engine scheduled a request before it bound its cache manager")
+        (ids,) = self._manager.get_block_ids(request_id)
+        return [BlockId(block) for block in ids]
+
+    def _say_hello(self, inventory: Inventory) -> None:
+        namespace = self.half.namespace
+        logger.info(
+            "vllm-hicache is on: %d pages of %d tokens in host memory (%.2f GiB), store %s, namespace %s",
+            self.half.tier.num_slots,
+            namespace.page_tokens,
+            self.half.tier.num_slots * inventory.slot_bytes / 2**30,
+            self._stores.describe() if self._stores else "none",
+            namespace.digest().hex()[:16],
+        )
+        if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is 'fail': a page that cannot be read fails its request. "
+                'Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it computed instead'
+            )
+
+
+def inventories(metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> list[Inventory]:
+    """Inventories of all ranks from vLLM's handshake, keyed there by (pipeline, tensor) rank."""
+    return [each.inventory for each in metadata.values() if isinstance(each, HiCacheHandshake)]

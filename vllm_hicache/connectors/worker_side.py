@@ -1,0 +1,115 @@
+"""vLLM's worker process: builds the worker half and translates the engine's calls for it.
+
+The rank's engine thread only. Saves are committed in `wait_for_save`, after forward and draft passes; with
+speculation vLLM collects results before that, so that a step's saves are reported with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from vllm_hicache.connectors import adapt
+from vllm_hicache.errors import InvariantError
+from vllm_hicache.geometry import Inventory
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.names import BlockId
+from vllm_hicache.plan import OpReport, Plan
+from vllm_hicache.stores import StoreOpener
+from vllm_hicache.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class WorkerSide:
+    """See the module."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._config = adapt.parse_config(vllm_config)
+        adapt.check_engine(vllm_config, kv_cache_config)
+        self._stores = StoreOpener.for_config(self._config)
+        self.metrics = Metrics()
+        self._half: WorkerHalf | None = None
+        self._invalid: frozenset[BlockId] = frozenset()
+        self._reports: tuple[OpReport, ...] = ()
+
+    def register(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Build the half over the engine's tensors.
+
+        Raises:
+            ConfigError: they, the page and the host pool do not fit together.
+        """
+        self._half = WorkerHalf(
+            self._config,
+            self._vllm_config.parallel_config.rank,
+            caches,
+            adapt.block_tokens(self._kv_cache_config),
+            adapt.slab_encoding(self._vllm_config, self._kv_cache_config),
+            self.metrics,
+            _available_bytes(),
+            self._stores.chunks if self._stores else None,
+        )
+
+    @property
+    def half(self) -> WorkerHalf:
+        """The worker half.
+
+        Raises:
+            InvariantError: the engine has not registered its caches.
+        """
+        if self._half is None:
+            raise InvariantError("the engine used the cache before it registered its KV tensors")
+        return self._half
+
+    @property
+    def inventory(self) -> Inventory:
+        """What this rank holds."""
+        return self.half.inventory
+
+    def start_loads(self, plan: Plan) -> None:
+        """The step's forward pass has been submitted: loads may write to their blocks."""
+        self.half.start_loads(plan)
+
+    def commit_saves(self, plan: Plan) -> None:
+        """The step's forward and draft passes have been submitted: their pages may be saved."""
+        self.half.commit_saves(plan)
+
+    def collect(self) -> KVConnectorTransferResults:
+        """What has finished; failed blocks and reports are kept for the calls that follow in the same step."""
+        result = self.half.collect()
+        self._invalid |= result.invalid_blocks
+        self._reports += result.reports
+        return KVConnectorTransferResults(finished_recving=set(result.received))
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of finished loads that do not hold what was promised."""
+        taken, self._invalid = self._invalid, frozenset()
+        return set(taken)
+
+    def take_reports(self) -> tuple[OpReport, ...]:
+        """Reports for the scheduler half."""
+        taken, self._reports = self._reports, ()
+        return taken
+
+    def close(self) -> None:
+        """Finish what is queued and close the store."""
+        if self._half is not None:
+            self._half.close()
+        if self._stores:
+            self._stores.close()
+
+
+def _available_bytes() -> int:
+    """Memory the machine can give without swapping, in bytes (`MemAvailable`)."""
+    with open("/proc/meminfo") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise InvariantError("/proc/meminfo has no MemAvailable")

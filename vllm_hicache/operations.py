@@ -1,0 +1,301 @@
+"""Operations on their way: what each one holds, and what its acknowledgement changes.
+
+Owned by the scheduler half; scheduler thread only. Every operation is begun with all it needs (a lease on its
+prefix in the tree, reserved slots, held device blocks) and gives all of it back exactly once, when every rank
+has answered. The tree changes on acknowledgements only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from vllm_hicache.config import Config, WritePolicy
+from vllm_hicache.consensus import Ack, Ledger
+from vllm_hicache.events import PageEvents
+from vllm_hicache.index.host import HostTier
+from vllm_hicache.index.tree import Evicted
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, RequestId, Slot, Tier
+from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
+from vllm_hicache.tracking import Answer, BlockHolds, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
+
+_WRITE_BACK_PAGES = 64
+_SELECTIVE_HITS = 2
+
+
+class Operations:
+    """Begins, sends and commits operations.
+
+    Args:
+        page_tokens: tokens of a page.
+        block_tokens: tokens of a device block.
+        ranks: every rank that reports.
+        has_store: whether pages can be flushed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tier: HostTier,
+        page_tokens: int,
+        block_tokens: int,
+        ranks: Iterable[int],
+        holds: BlockHolds,
+        metrics: Metrics,
+        events: PageEvents,
+        has_store: bool,
+    ) -> None:
+        self._config = config
+        self._tier = tier
+        self._page = page_tokens
+        self._block = block_tokens
+        self._blocks_per_page = page_tokens // block_tokens
+        self._holds = holds
+        self._metrics = metrics
+        self._events = events
+        self._has_store = has_store
+        self._ledger = Ledger(ranks)
+        self._open: dict[OpId, OpenOp] = {}
+        self._moving: set[PageKey] = set()
+        self._flushing: set[PageKey] = set()
+        self._epoch = 0
+        self._plan_empty()
+
+    @property
+    def num_open(self) -> int:
+        """Operations that are not acknowledged yet."""
+        return self._ledger.num_open
+
+    def is_moving(self, key: PageKey) -> bool:
+        """Whether an operation is bringing this page into host memory."""
+        return key in self._moving
+
+    def new_epoch(self, epoch: int) -> None:
+        """Results of operations that began earlier no longer enter the tree."""
+        self._epoch = epoch
+        self._moving.clear()
+
+    def load(self, tracked: Tracked, answer: Answer, blocks: Sequence[BlockId], tokens: int) -> None:
+        """Load `tokens` tokens into `blocks` (all of the request's), as far as slots for store pages can be had."""
+        keys = tracked.keys.keys[: answer.store_end]
+        present = min(answer.host_end, self._tier.match(keys[: answer.host_end], touch=False).num_pages)
+        lease = self._tier.lease(keys, present)
+        slots = self._reserve(answer.store_end - answer.host_end)
+        served = answer.host_end + len(slots)
+        held = self._tier.match(keys[: answer.host_end], touch=False).slots
+        by_page = [*held[answer.first : answer.host_end], *slots]
+        moves, unserved = [], []
+        for index in range(answer.first, answer.store_end):
+            page_blocks, first_block = self._blocks_of(index, blocks, answer.local)
+            if index < served:
+                slot = by_page[index - answer.first]
+                moves.append(PageMove(keys[index], slot, page_blocks, first_block, index >= answer.host_end))
+            else:
+                unserved += page_blocks
+        limit = self._config.time_limit_s
+        op = self._ledger.open()
+        tracked.load = op
+        self._loads.append(LoadOp(op, tracked.request_id, tuple(moves), limit, tuple(unserved)))
+        self._open[op] = OpenLoad(tracked, keys, answer, tokens, slots, lease, self._epoch)
+        self._moving.update(keys[answer.host_end : served])
+        if self._config.write != WritePolicy.BACK:
+            self._flush_on_hit(keys[:present])
+
+    def prefetch(self, tracked: Tracked, start: int, stop: int) -> None:
+        """Bring pages [start, stop) of a request's chain from the store to host memory, for whoever comes next."""
+        keys = tracked.keys.keys[:stop]
+        if self._tier.match(keys[:start], touch=False).num_pages < start or keys[start] in self._moving:
+            return
+        lease = self._tier.lease(keys, start)
+        slots = self._reserve(stop - start)
+        if not slots:
+            lease.release()
+            return
+        moves = tuple(PageMove(key, slot, (), 0, True) for key, slot in zip(keys[start:], slots, strict=False))
+        op = self._ledger.open()
+        self._loads.append(LoadOp(op, None, moves))
+        answer = Answer(start * self._page, start, start, start + len(slots))
+        self._open[op] = OpenLoad(None, keys, answer, 0, slots, lease, self._epoch)
+        self._moving.update(keys[start : start + len(slots)])
+
+    def save(self, tracked: Tracked, keys: Sequence[PageKey], blocks: Callable[[], Sequence[BlockId]]) -> bool:
+        """Save those of a request's computed pages `keys` that are neither in host memory nor on their way.
+
+        Returns:
+            Whether nothing was declined for want of slots.
+        """
+        present = self._tier.match(keys, touch=False).num_pages
+        start = present
+        while start < len(keys) and keys[start] in self._moving:
+            start += 1
+        if start == len(keys):
+            tracked.saved = start
+            return True
+        lease = self._tier.lease(keys, present)
+        slots = self._reserve(len(keys) - start)
+        tracked.saved = start + len(slots)
+        if tracked.saved < len(keys):
+            self._metrics.count("declined_pages", "save", len(keys) - tracked.saved)
+        if not slots:
+            lease.release()
+            return False
+        of_request = blocks()
+        pages = [self._blocks_of(start + index, of_request, 0)[0] for index in range(len(slots))]
+        moves = tuple(
+            PageMove(key, slot, page) for key, slot, page in zip(keys[start:], slots, pages, strict=False)
+        )
+        held = [block for page in pages for block in page]
+        self._holds.hold(held)
+        op = self._ledger.open()
+        self._saves.append(SaveOp(op, moves))
+        tokens = self._tokens_of(tracked, start, tracked.saved)
+        self._open[op] = OpenSave(tracked, keys[: tracked.saved], start, slots, held, lease, self._epoch, tokens)
+        self._moving.update(keys[start : tracked.saved])
+        return tracked.saved == len(keys)
+
+    def flush(self, keys: Sequence[PageKey], positions: Sequence[int]) -> None:
+        """Flush pages of a chain that are in host memory and not in the store yet."""
+        found = self._tier.match(keys, touch=False)
+        wanted = [
+            index
+            for index in positions
+            if index < found.num_pages and not found.stored[index] and keys[index] not in self._flushing
+        ]
+        if not wanted or not self._has_store:
+            return
+        lease = self._tier.lease(keys, wanted[-1] + 1)
+        op = self._ledger.open()
+        self._flushes.append(FlushOp(op, tuple(PageMove(keys[index], found.slots[index], ()) for index in wanted)))
+        self._open[op] = OpenFlush(keys, wanted, lease, self._epoch)
+        self._flushing.update(keys[index] for index in wanted)
+
+    def write_back(self) -> None:
+        """Under write policy `back`: flush what is next in line for eviction, when free slots get few."""
+        low = max(_WRITE_BACK_PAGES, self._tier.num_slots // 16)
+        if self._tier.num_free < min(low, self._tier.num_slots // 2 + 1) and not self._flushing:
+            for victims in self._tier.unstored_victims(_WRITE_BACK_PAGES):
+                self.flush(victims.keys, victims.positions)
+
+    def cancel(self, op: OpId) -> None:
+        """Tell workers that nobody waits for this load any more."""
+        if op in self._open:
+            self._cancels.append(op)
+
+    def take_plan(self, namespace: bytes) -> Plan:
+        """All operations begun since the last call, to be carried out under this namespace."""
+        plan = Plan(namespace, tuple(self._loads), tuple(self._saves), tuple(self._flushes), tuple(self._cancels))
+        self._plan_empty()
+        return plan
+
+    def report(self, reports: Iterable[OpReport]) -> None:
+        """Take reports of ranks, and commit every operation that all of them have answered."""
+        for each in reports:
+            ack = self._ledger.record(each)
+            if ack is None:
+                continue
+            record = self._open.pop(ack.op)
+            match record:
+                case OpenLoad():
+                    self._commit_load(record, ack)
+                case OpenSave():
+                    self._commit_save(record, ack)
+                case OpenFlush():
+                    self._commit_flush(record, ack)
+            record.lease.release()
+            self._tier.drain_retired()
+
+    def _commit_load(self, record: OpenLoad, ack: Ack) -> None:
+        answer = record.answer
+        tracked = record.tracked
+        from_store = max(0, min(answer.first + ack.pages_held - answer.host_end, len(record.slots)))
+        tokens = self._tokens_of(tracked, answer.host_end, answer.store_end) if tracked is not None else ()
+        self._settle_slots(record, answer.host_end, record.slots, from_store, stored=True, tokens=tokens)
+        if tracked is None:
+            return
+        tracked.load = None
+        done = answer.first + ack.pages_done
+        if done < answer.store_end and ack.reason != MissReason.CANCELLED:
+            tracked.banned_from = done
+        for tier, count in tokens_by_tier(answer, record.tokens, done, self._page).items():
+            self._metrics.count("hit_tokens", tier.value, count)
+
+    def _commit_save(self, record: OpenSave, ack: Ack) -> None:
+        self._holds.release(record.blocks)
+        done = ack.pages_done
+        self._settle_slots(record, record.start, record.slots, done, stored=False, tokens=record.tokens)
+        if done < len(record.slots):
+            record.tracked.saved = min(record.tracked.saved, record.start + done)
+        if self._config.write == WritePolicy.THROUGH and record.epoch == self._epoch:
+            self.flush(record.keys, range(record.start, record.start + done))
+
+    def _commit_flush(self, record: OpenFlush, ack: Ack) -> None:
+        self._flushing.difference_update(record.keys[index] for index in record.positions)
+        if record.epoch != self._epoch:
+            return
+        for index in record.positions[: ack.pages_done]:
+            self._tier.mark_stored(record.keys, index, index + 1)
+            self._events.stored(Tier.STORE, record.keys[index], record.keys[index - 1] if index else None, ())
+
+    def _settle_slots(
+        self,
+        record: OpenLoad | OpenSave,
+        start: int,
+        slots: Sequence[Slot],
+        num_good: int,
+        stored: bool,
+        tokens: Sequence[int],
+    ) -> None:
+        """Good slots enter the tree as pages from `start` on, unless a reset came between; the others become free."""
+        stop = start + num_good
+        if record.epoch == self._epoch:
+            self._moving.difference_update(record.keys[start : start + len(slots)])
+            new = self._tier.attach(record.keys, start, slots[:num_good], stored)
+            for index in range(stop - new, stop):
+                page = tuple(tokens[(index - start) * self._page : (index - start + 1) * self._page])
+                self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
+        else:
+            self._tier.abandon(slots[:num_good])
+        self._tier.abandon(slots[num_good:])
+
+    def _flush_on_hit(self, keys: Sequence[PageKey]) -> None:
+        found = self._tier.match(keys, touch=False)
+        enough = self._config.write == WritePolicy.THROUGH or found.hits >= _SELECTIVE_HITS
+        if enough and 0 in found.stored:
+            self.flush(keys, range(found.num_pages))
+
+    def _reserve(self, num_pages: int) -> list[Slot]:
+        slots, evicted = self._tier.reserve(num_pages)
+        self.note_evicted(evicted)
+        return slots
+
+    def note_evicted(self, evicted: Sequence[Evicted]) -> None:
+        """Count pages that left host memory, and tell of them."""
+        if evicted:
+            self._metrics.count("evicted_pages", Tier.HOST.value, len(evicted))
+        for page in evicted:
+            self._events.removed(Tier.HOST, page.key)
+
+    def _blocks_of(self, page: int, blocks: Sequence[BlockId], local: int) -> tuple[tuple[BlockId, ...], int]:
+        """Blocks of a page without those that hold the `local` leading tokens, and the first one's position."""
+        start = page * self._blocks_per_page
+        skip = max(0, local // self._block - start)
+        return tuple(blocks[start + skip : start + self._blocks_per_page]), skip
+
+    def _tokens_of(self, tracked: Tracked, start: int, stop: int) -> Sequence[int]:
+        if not self._events.enabled:
+            return ()
+        return tracked.source.all_token_ids[start * self._page : stop * self._page]
+
+    def _plan_empty(self) -> None:
+        self._loads: list[LoadOp] = []
+        self._saves: list[SaveOp] = []
+        self._flushes: list[FlushOp] = []
+        self._cancels: list[OpId] = []
+
+
+def tokens_by_tier(answer: Answer, tokens: int, end_page: int, page_tokens: int) -> dict[Tier, int]:
+    """Split the first `tokens` tokens after `answer.local` by tier, as far as pages before `end_page` go."""
+    total = max(0, min(tokens, end_page * page_tokens - answer.local))
+    host = max(0, min(total, answer.host_end * page_tokens - answer.local)) if answer.host_end > answer.first else 0
+    split = {Tier.HOST: host, Tier.STORE: total - host}
+    return {tier: count for tier, count in split.items() if count}

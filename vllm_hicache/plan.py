@@ -1,0 +1,112 @@
+"""Plans and reports: what the two halves tell each other once a step.
+
+Pure frozen records of ints, bytes and tuples. A plan carries numbered operations; a report answers them by
+rank. vLLM carries both between its processes; nothing here is executable and nothing is trusted by type name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, RequestId, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class PageMove:
+    """One page between a host slot and device blocks.
+
+    Attributes:
+        key: the page.
+        slot: its place in the host pool.
+        blocks: device blocks in the page's order; fewer than a page's where the device holds its head
+            already, none where only the host slot is to be filled.
+        first_block: position within the page of `blocks[0]`.
+        from_store: the slot must first be filled from the store.
+    """
+
+    key: PageKey
+    slot: Slot
+    blocks: tuple[BlockId, ...]
+    first_block: int = 0
+    from_store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOp:
+    """Towards the device: fill slots from the store where asked, then copy to the blocks, in page order.
+
+    Attributes:
+        request_id: whose blocks wait for it; `None` for a prefetch into host memory.
+        time_limit_s: after this long, what has arrived counts and the rest is given up; `None` waits for
+            every page or its failure.
+        unserved: blocks that were promised, for which no slot could be had; they count as failed.
+    """
+
+    op: OpId
+    request_id: RequestId | None
+    pages: tuple[PageMove, ...]
+    time_limit_s: float | None = None
+    unserved: tuple[BlockId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOp:
+    """Device blocks to host slots; committed after the forward pass and the draft pass of the step."""
+
+    op: OpId
+    pages: tuple[PageMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushOp:
+    """Host slots to the store."""
+
+    op: OpId
+    pages: tuple[PageMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Scheduler half to worker half, every step.
+
+    Attributes:
+        namespace: 32-byte digest under which this step's operations read and write the store.
+        cancels: loads whose result nobody waits for any more.
+    """
+
+    namespace: bytes
+    loads: tuple[LoadOp, ...] = ()
+    saves: tuple[SaveOp, ...] = ()
+    flushes: tuple[FlushOp, ...] = ()
+    cancels: tuple[OpId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpReport:
+    """One rank's answer to one operation.
+
+    Attributes:
+        pages_done: leading pages that reached their destination.
+        pages_held: leading pages whose slot holds checked bytes; at least `pages_done`.
+        reason: why it is not all of them.
+    """
+
+    rank: int
+    op: OpId
+    pages_done: int
+    pages_held: int
+    reason: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one rank's worker half has finished since it was asked last.
+
+    Attributes:
+        received: requests whose blocks are no longer written, successful or not.
+        invalid_blocks: blocks of those requests that do not hold what was promised.
+    """
+
+    reports: tuple[OpReport, ...] = ()
+    received: frozenset[RequestId] = field(default_factory=frozenset)
+    invalid_blocks: frozenset[BlockId] = field(default_factory=frozenset)

@@ -1,0 +1,263 @@
+"""The scheduler half: decides what is loaded, saved, flushed and evicted.
+
+There is one per engine, used on the scheduler thread only. It knows pages, slots and numbered operations, and
+nothing of bytes: workers move those and report. State changes on acknowledgements only. Nothing here waits,
+apart from a grace of half a millisecond that spares fast lookups an engine step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_hicache.config import Config, PrefetchPolicy, WritePolicy
+from vllm_hicache.events import PageEvents
+from vllm_hicache.index.host import HostTier
+from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
+from vllm_hicache.lookup import StoreLookups
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.names import BlockId, MissReason, PageKey, RequestId, Tier
+from vllm_hicache.namespace import Namespace
+from vllm_hicache.operations import Operations, tokens_by_tier
+from vllm_hicache.plan import OpReport, Plan
+from vllm_hicache.storage.wrappers import ChunkStore
+from vllm_hicache.tracking import Answer, BlockHolds, TokenSource, Tracked
+
+_GRACE_S = 0.0005
+_RETRY_STEPS = 16
+
+StoreFactory = Callable[[bytes], ChunkStore]
+"""Opens the store under a namespace digest (32 bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the cache can add beyond the engine's own prefix: `tokens`, or ask again while `pending`."""
+
+    tokens: int = 0
+    pending: bool = False
+
+
+class SchedulerHalf:
+    """See the module.
+
+    Args:
+        block_tokens: tokens of a device block.
+        num_slots: pages of the host pool, the minimum over ranks.
+        ranks: every rank that reports.
+        open_store: `None` without an L3 store.
+        lookups: `None` without an L3 store.
+        record_events: whether page events are collected.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        namespace: Namespace,
+        block_tokens: int,
+        num_slots: int,
+        ranks: Iterable[int],
+        holds: BlockHolds,
+        metrics: Metrics,
+        open_store: StoreFactory | None = None,
+        lookups: StoreLookups | None = None,
+        record_events: bool = False,
+    ) -> None:
+        self._config = config
+        self._page = namespace.page_tokens
+        self._metrics = metrics
+        self._open_store = open_store
+        self._lookups = lookups
+        self.events = PageEvents(record_events)
+        has_store = open_store is not None
+        self.tier = HostTier(num_slots, config.eviction, has_store and config.write == WritePolicy.BACK)
+        self._operations = Operations(
+            config, self.tier, self._page, block_tokens, ranks, holds, metrics, self.events, has_store
+        )
+        self._tracked: dict[RequestId, Tracked] = {}
+        self._prefetching: list[Tracked] = []
+        self._epoch = 0
+        self._step = 0
+        self._enter(namespace)
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace in force."""
+        return self._namespace
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether operations wait to be planned or acknowledged, so that the engine should keep stepping."""
+        return self._operations.num_open > 0
+
+    def begin(
+        self,
+        request_id: RequestId,
+        source: TokenSource,
+        salt: str | None = None,
+        adapter: Adapter | None = None,
+        extras: Iterable[ExtraKey] = (),
+    ) -> None:
+        """Track a new request, and ask the store about it before the engine does."""
+        root = chain_root(self._digest, salt, adapter)
+        tracked = Tracked(request_id, source, PageKeys(root, self._page, extras), self._epoch)
+        self._tracked[request_id] = tracked
+        if self._store is None or source.num_tokens <= self._config.load_threshold:
+            return
+        keys = tracked.extend_keys()
+        host = self.tier.match(keys, touch=False).num_pages
+        if host < len(keys):
+            self._ask_store(tracked, keys, host)
+            if self._config.prefetch == PrefetchPolicy.BEST_EFFORT:
+                self._prefetching.append(tracked)
+
+    def match(self, request_id: RequestId, local_tokens: int) -> Offer:
+        """How many tokens beyond `local_tokens` on the device could be loaded. Pins nothing.
+
+        At least one token of the request is always left to compute.
+        """
+        tracked = self._live(request_id)
+        if tracked is None:
+            return Offer()
+        tracked.answer = None
+        keys = tracked.extend_keys()
+        limit = len(keys) if tracked.banned_from is None else min(len(keys), tracked.banned_from)
+        first = local_tokens // self._page
+        if first >= limit:
+            return Offer()
+        host = self.tier.match(keys[:limit], touch=False).num_pages
+        host_end = store_end = max(host, first)
+        if host_end < limit and self._store is not None:
+            run = None if self._operations.is_moving(keys[host_end]) else self._store_run(tracked, host_end, limit)
+            if run is None:
+                return Offer(pending=True)
+            store_end += min(run, max(0, self.tier.num_available - host))
+        tokens = min(store_end * self._page, tracked.source.num_tokens - 1) - local_tokens
+        if tokens < max(1, self._config.load_threshold):
+            return Offer()
+        tracked.answer = Answer(local_tokens, first, host_end, store_end)
+        return Offer(tokens)
+
+    def allocated(self, request_id: RequestId, blocks: Sequence[BlockId], tokens: int) -> None:
+        """The engine gave `blocks`, all of the request's, and will wait for `tokens` tokens to be loaded."""
+        tracked = self._live(request_id)
+        if tracked is None:
+            return
+        if not tracked.touched:
+            tracked.touched = True
+            self._metrics.count("lookup_tokens", by=tracked.source.num_tokens)
+            self.tier.match(tracked.keys.keys, touch=True)
+        if tokens > 0 and tracked.answer is not None:
+            self._operations.load(tracked, tracked.answer, blocks, tokens)
+
+    def scheduled(self, request_id: RequestId, computed_after: int, blocks: Callable[[], Sequence[BlockId]]) -> None:
+        """The engine computes this request up to `computed_after` tokens in the coming step: save new full pages.
+
+        Only tokens that are known count, so that positions a draft may still lose are never saved.
+        """
+        tracked = self._live(request_id)
+        if tracked is None:
+            return
+        ready = min(computed_after, tracked.source.num_tokens) // self._page
+        if ready > tracked.saved and self._step >= tracked.retry_step:
+            keys = tracked.extend_keys()[:ready]
+            if not self._operations.save(tracked, keys, blocks):
+                tracked.retry_step = self._step + _RETRY_STEPS
+
+    def plan(self) -> Plan:
+        """Everything decided since the last plan."""
+        self._step += 1
+        if self._prefetching:
+            self._prefetching = [tracked for tracked in self._prefetching if self._still_waits(tracked)]
+        if self._config.write == WritePolicy.BACK:
+            self._operations.write_back()
+        self._set_gauges()
+        return self._operations.take_plan(self._digest)
+
+    def report(self, reports: Iterable[OpReport]) -> None:
+        """Take reports of ranks, and commit every operation that all of them have answered."""
+        self._operations.report(reports)
+
+    def finished(self, request_id: RequestId) -> None:
+        """The request has ended, in whatever state; what is under way for it ends by itself."""
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is None:
+            return
+        if tracked.lookup is not None:
+            tracked.lookup.abandoned = True
+        if tracked.load is not None:
+            self._operations.cancel(tracked.load)
+
+    def hit_tokens(self, request_id: RequestId, tokens: int) -> dict[Tier, int]:
+        """Split `tokens` that were promised to a request by the tier they come from."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.answer is None:
+            return {}
+        return tokens_by_tier(tracked.answer, tokens, tracked.answer.store_end, self._page)
+
+    def reset(self, nonce: str) -> None:
+        """Forget every page and enter a generation that nobody shares, as after new weights.
+
+        Requests that run across the reset are neither loaded nor saved any more.
+        """
+        self._epoch += 1
+        self._operations.new_epoch(self._epoch)
+        self._operations.note_evicted(self.tier.reset())
+        self._enter(self._namespace.bumped(nonce))
+
+    def close(self) -> None:
+        """End the lookups."""
+        if self._lookups is not None:
+            self._lookups.close()
+
+    def _enter(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        self._digest = namespace.digest()
+        self._store = self._open_store(self._digest) if self._open_store is not None else None
+
+    def _live(self, request_id: RequestId) -> Tracked | None:
+        tracked = self._tracked.get(request_id)
+        return tracked if tracked is not None and tracked.epoch == self._epoch else None
+
+    def _ask_store(self, tracked: Tracked, keys: Sequence[PageKey], start: int) -> None:
+        if self._lookups is not None and self._store is not None:
+            tracked.lookup = self._lookups.begin(keys[start:], self._store)
+            tracked.lookup_start = start
+            tracked.lookup_began_s = time.monotonic()
+
+    def _store_run(self, tracked: Tracked, start: int, limit: int) -> int | None:
+        """Pages from `start` on that the store holds in a run; `None` while that is not known yet."""
+        if self._config.prefetch == PrefetchPolicy.BEST_EFFORT:
+            return 0
+        if tracked.lookup is None or start < tracked.lookup_start:
+            self._ask_store(tracked, tracked.keys.keys, start)
+        lookup = tracked.lookup
+        if lookup is None:
+            return 0
+        if not lookup.done.wait(_GRACE_S):
+            if time.monotonic() - tracked.lookup_began_s < self._config.lookup_timeout_s:
+                return None
+            if not lookup.abandoned:
+                lookup.abandoned = True
+                self._metrics.count("misses", MissReason.TIMEOUT.value, limit - start)
+            return 0
+        return max(0, min(limit, tracked.lookup_start + (lookup.num_pages or 0)) - start)
+
+    def _still_waits(self, tracked: Tracked) -> bool:
+        """Start the prefetch of a request whose lookup has been answered; whether it has not been."""
+        lookup = tracked.lookup
+        if lookup is None or lookup.abandoned or tracked.epoch != self._epoch:
+            return False
+        if lookup.num_pages is None:
+            return True
+        if lookup.num_pages:
+            self._operations.prefetch(tracked, tracked.lookup_start, tracked.lookup_start + lookup.num_pages)
+        return False
+
+    def _set_gauges(self) -> None:
+        tier = self.tier
+        self._metrics.gauge("host_pages", tier.num_free, "free")
+        self._metrics.gauge("host_pages", tier.num_reserved, "reserved")
+        self._metrics.gauge("host_pages", tier.num_slots - tier.num_free - tier.num_reserved, "used")
+        self._metrics.gauge("open_operations", self._operations.num_open)

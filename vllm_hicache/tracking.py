@@ -1,0 +1,131 @@
+"""What the scheduler half remembers of a request and of each open operation.
+
+Plain records, owned by the scheduler half; scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_hicache.index.tree import Lease
+from vllm_hicache.keys import PageKeys
+from vllm_hicache.lookup import Lookup
+from vllm_hicache.names import BlockId, OpId, PageKey, RequestId, Slot
+
+
+class TokenSource(Protocol):
+    """What is read of the engine's request: it grows while the request runs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output."""
+        ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Those tokens."""
+        ...
+
+
+class BlockHolds(Protocol):
+    """Keeps device blocks from being reused while a save reads them."""
+
+    def hold(self, blocks: Sequence[BlockId]) -> None:
+        """Count one more user of each block."""
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Count one user less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was promised to the engine: pages [first, host_end) from host memory, [host_end, store_end) from the store.
+
+    `local` tokens were on the device already; they may end inside page `first`.
+    """
+
+    local: int
+    first: int
+    host_end: int
+    store_end: int
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request.
+
+    Attributes:
+        epoch: the cache generation it started in; after a reset it is neither loaded nor saved any more.
+        saved: leading pages that need no saving: in the tree, or on their way.
+        banned_from: first page that failed for this request and is not promised to it again.
+        lookup: the question put to the store, about pages from `lookup_start` on.
+        load: the open load operation.
+    """
+
+    request_id: RequestId
+    source: TokenSource
+    keys: PageKeys
+    epoch: int
+    saved: int = 0
+    banned_from: int | None = None
+    lookup: Lookup | None = None
+    lookup_start: int = 0
+    lookup_began_s: float = 0.0
+    answer: Answer | None = None
+    load: OpId | None = None
+    touched: bool = False
+    retry_step: int = 0
+
+    def extend_keys(self) -> list[PageKey]:
+        """Keys of all full pages of the tokens known now."""
+        if self.source.num_tokens - len(self.keys.keys) * self.keys.page_tokens >= self.keys.page_tokens:
+            self.keys.extend(self.source.all_token_ids[self.keys.num_tokens :])
+        return self.keys.keys
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoad:
+    """A load on its way. `slots` are those of store pages [host_end, host_end + len(slots)).
+
+    `tracked` is `None` for a prefetch, which no request waits for.
+    """
+
+    tracked: Tracked | None
+    keys: Sequence[PageKey]
+    answer: Answer
+    tokens: int
+    slots: Sequence[Slot]
+    lease: Lease
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSave:
+    """A save on its way: pages [start, start + len(slots)) of a chain, read from held `blocks`.
+
+    `tokens` are those of the pages where events are recorded, else empty.
+    """
+
+    tracked: Tracked
+    keys: Sequence[PageKey]
+    start: int
+    slots: Sequence[Slot]
+    blocks: Sequence[BlockId]
+    lease: Lease
+    epoch: int
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFlush:
+    """A flush on its way: the pages at `positions` of a chain."""
+
+    keys: Sequence[PageKey]
+    positions: Sequence[int]
+    lease: Lease
+    epoch: int
+
+
+OpenOp = OpenLoad | OpenSave | OpenFlush

@@ -1,0 +1,166 @@
+"""Copies of pages between host slots and device blocks, behind one interface for every platform.
+
+Used by the transfer engine's copy thread only. `fence` is called on the engine's own thread at the moment from
+which a copy may touch device blocks; the copy thread passes it back with the copy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_hicache.geometry import Cell, RankGeometry
+from vllm_hicache.plan import PageMove
+from vllm_hicache.transfer.device import DeviceCache, LayerRun
+from vllm_hicache.transfer.host import Bytes, HostPool
+
+Fence = torch.cuda.Event | None
+"""What a copy has to wait for before it touches the device; `None` where the engine's thread is enough."""
+
+
+class Copier(ABC):
+    """Moves pages. Each call returns when the bytes are where they belong.
+
+    Caller guarantees: the slots and blocks of a move belong to this operation until the call returns.
+    """
+
+    @abstractmethod
+    def fence(self) -> Fence:
+        """Mark the present in the engine's work: copies given this fence come after it."""
+
+    @abstractmethod
+    def load(self, moves: Sequence[PageMove], fence: Fence) -> None:
+        """Host slots to device blocks."""
+
+    @abstractmethod
+    def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
+        """Device blocks to host slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The part of a cell that lies in one run of device layers: [heads] x [layers low, high) of the run."""
+
+    cell: Cell
+    run: LayerRun
+    low: int
+    high: int
+
+
+def _pieces(cache: DeviceCache, geometry: RankGeometry) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    for cell in geometry.cells:
+        for run in cache.runs:
+            bounds = cache.run_bounds(run, cell.role, cell.first_layer, cell.first_layer + cell.num_layers)
+            if bounds is not None:
+                pieces.append(_Piece(cell, run, *bounds))
+    return pieces
+
+
+class CpuCopier(Copier):
+    """Plain strided copies with the interpreter lock released. The device is memory of this process."""
+
+    def __init__(self, cache: DeviceCache, pool: HostPool, geometry: RankGeometry) -> None:
+        self._pool = pool
+        self._blocks_per_page = geometry.blocks_per_page
+        self._pieces = [(piece, piece.run.view.numpy()) for piece in _pieces(cache, geometry)]
+
+    def fence(self) -> Fence:
+        """Nothing to wait for: the forward pass has returned when the engine's thread comes here."""
+        return None
+
+    def load(self, moves: Sequence[PageMove], fence: Fence) -> None:
+        """Host slots to device blocks."""
+        for move in moves:
+            for position, block in enumerate(move.blocks, start=move.first_block):
+                for host, device in self._pairs(move, block, position):
+                    np.copyto(device, host)
+
+    def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
+        """Device blocks to host slots."""
+        for move in moves:
+            for position, block in enumerate(move.blocks, start=move.first_block):
+                for host, device in self._pairs(move, block, position):
+                    np.copyto(host, device)
+
+    def _pairs(self, move: PageMove, block: int, position: int) -> list[tuple[Bytes, Bytes]]:
+        pairs: list[tuple[Bytes, Bytes]] = []
+        for piece, view in self._pieces:
+            cell = piece.cell
+            units = self._pool.units(move.slot, cell, self._blocks_per_page)
+            host = units[:, piece.low - cell.first_layer : piece.high - cell.first_layer, position]
+            heads = slice(cell.first_head, cell.first_head + cell.num_heads)
+            low = piece.low - piece.run.first_layer
+            pairs.append((host, view[block, heads, low : low + piece.high - piece.low]))
+        return pairs
+
+
+class CudaCopier(Copier):
+    """Copies on a stream of their own, ordered against the forward pass by events. Not measured.
+
+    Slots are pinned. A load brings the slot to the device in one contiguous copy and scatters it there, a
+    save gathers on the device first, because many small copies over the bus would each pay its latency.
+    """
+
+    def __init__(self, cache: DeviceCache, pool: HostPool, geometry: RankGeometry, device: torch.device) -> None:
+        self._pool = pool
+        self._blocks_per_page = geometry.blocks_per_page
+        self._pieces = _pieces(cache, geometry)
+        self._device = device
+        self._stream = torch.cuda.Stream(device=device)
+        self._staging = torch.empty(geometry.slot_bytes, dtype=torch.uint8, device=device)
+
+    def fence(self) -> Fence:
+        """An event on the stream of the forward pass."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def load(self, moves: Sequence[PageMove], fence: Fence) -> None:
+        """Host slots to device blocks."""
+        with torch.cuda.stream(self._stream):
+            self._after(fence)
+            for move in moves:
+                self._staging.copy_(self._pool.tensor[move.slot], non_blocking=True)
+                for staged, device in self._pairs(move):
+                    device.copy_(staged)
+        self._stream.synchronize()
+
+    def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
+        """Device blocks to host slots."""
+        with torch.cuda.stream(self._stream):
+            self._after(fence)
+            for move in moves:
+                for staged, device in self._pairs(move):
+                    staged.copy_(device)
+                self._pool.tensor[move.slot].copy_(self._staging, non_blocking=True)
+        self._stream.synchronize()
+
+    def _after(self, fence: Fence) -> None:
+        if fence is not None:
+            self._stream.wait_event(fence)
+
+    def _pairs(self, move: PageMove) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in self._pieces:
+            cell = piece.cell
+            flat = self._staging[cell.offset : cell.offset + cell.num_bytes]
+            units = flat.view(cell.num_heads, cell.num_layers, self._blocks_per_page, -1)
+            heads = slice(cell.first_head, cell.first_head + cell.num_heads)
+            low = piece.low - piece.run.first_layer
+            for position, block in enumerate(move.blocks, start=move.first_block):
+                host = units[:, piece.low - cell.first_layer : piece.high - cell.first_layer, position]
+                pairs.append((host, piece.run.view[block, heads, low : low + piece.high - piece.low]))
+        return pairs
+
+
+def make_copier(cache: DeviceCache, pool: HostPool, geometry: RankGeometry) -> Copier:
+    """The copier for the device the cache lies on."""
+    device = cache.runs[0].view.device
+    if device.type == "cuda":
+        return CudaCopier(cache, pool, geometry, device)
+    return CpuCopier(cache, pool, geometry)

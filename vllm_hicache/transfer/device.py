@@ -1,0 +1,146 @@
+"""The device cache as pages see it: strided views [block][head][layer][slab] over the engine's own tensors.
+
+Owned by the worker half, built once from what the engine registers. vLLM lays every layer's cache out as
+[blocks, kv heads, tokens, content]; a (block, layer, head) slab is contiguous, and layers of one allocation lie
+at equal distances, so that a whole page is one strided copy. Where layers lie in several allocations there is
+one view for each run of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.geometry import LayerShape
+from vllm_hicache.names import Role
+
+_DRAFT_PREFIX = "draft_model."
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """Consecutive layers of one role in one allocation.
+
+    Attributes:
+        first_layer: position of the first one among the rank's layers of that role.
+        view: uint8 [blocks, heads, layers, slab_bytes], strided.
+    """
+
+    role: Role
+    first_layer: int
+    view: torch.Tensor
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in this run."""
+        return self.view.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCache:
+    """All attention layers of one rank.
+
+    Attributes:
+        layers: shapes in the order of (role, index).
+        runs: views that cover every layer once.
+        num_blocks: blocks of the device cache.
+        block_tokens: tokens a block holds.
+    """
+
+    layers: tuple[LayerShape, ...]
+    runs: tuple[LayerRun, ...]
+    num_blocks: int
+    block_tokens: int
+
+    @classmethod
+    def from_tensors(cls, caches: Mapping[str, torch.Tensor], block_tokens: int) -> DeviceCache:
+        """Build views over registered tensors of shape [blocks, kv heads, tokens, content].
+
+        Raises:
+            ConfigError: a layer whose slabs are not contiguous, or layers with different numbers of blocks.
+        """
+        named = sorted(caches.items(), key=lambda item: (_role(item[0]), _layer_number(item[0]), item[0]))
+        layers: list[LayerShape] = []
+        runs: list[LayerRun] = []
+        for role in (Role.TARGET, Role.DRAFT):
+            of_role = [(name, tensor) for name, tensor in named if _role(name) == role]
+            for index, (name, tensor) in enumerate(of_role):
+                _require_contiguous_slabs(name, tensor)
+                layers.append(LayerShape(name, role, index, tensor.shape[1], _slab_bytes(tensor)))
+            runs += _runs(role, [tensor for _, tensor in of_role])
+        counts = {tensor.shape[0] for tensor in caches.values()}
+        if len(counts) > 1:
+            raise ConfigError(f"layers have different numbers of blocks {sorted(counts)}: this engine's cache layout is not supported")
+        return cls(tuple(layers), tuple(runs), counts.pop() if counts else 0, block_tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole device cache of this rank."""
+        return self.num_blocks * sum(layer.num_heads * layer.slab_bytes for layer in self.layers)
+
+    def run_bounds(self, run: LayerRun, role: Role, first: int, stop: int) -> tuple[int, int] | None:
+        """Part of layers [first, stop) of `role` that lies in `run`, or `None`."""
+        low, high = max(first, run.first_layer), min(stop, run.first_layer + run.num_layers)
+        return (low, high) if run.role == role and low < high else None
+
+
+def _role(name: str) -> Role:
+    return Role.DRAFT if name.startswith(_DRAFT_PREFIX) else Role.TARGET
+
+
+def _layer_number(name: str) -> int:
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return numbers[0] if numbers else 0
+
+
+def _slab_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.shape[2] * tensor.shape[3] * tensor.element_size())
+
+
+def _require_contiguous_slabs(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 4 or tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]:
+        raise ConfigError(
+            f"cache of layer {name!r} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}, but pages need "
+            "[blocks, kv heads, tokens, content] with each (block, head) contiguous: set VLLM_KV_CACHE_LAYOUT=HND"
+        )
+
+
+def _runs(role: Role, tensors: Sequence[torch.Tensor]) -> list[LayerRun]:
+    runs: list[LayerRun] = []
+    start = 0
+    while start < len(tensors):
+        stop = start + 1
+        while stop < len(tensors) and _continues(tensors, start, stop):
+            stop += 1
+        runs.append(LayerRun(role, start, _strided(tensors[start:stop])))
+        start = stop
+    return runs
+
+
+def _continues(tensors: Sequence[torch.Tensor], start: int, stop: int) -> bool:
+    first, last, new = tensors[start], tensors[stop - 1], tensors[stop]
+    same = (
+        new.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and new.shape == first.shape
+        and new.stride() == first.stride()
+        and new.dtype == first.dtype
+    )
+    distance = new.data_ptr() - last.data_ptr()
+    return same and distance > 0 and (stop - start == 1 or distance == tensors[start + 1].data_ptr() - first.data_ptr())
+
+
+def _strided(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = tensors[0]
+    storage = first.untyped_storage()
+    size = first.element_size()
+    layer_stride = tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else 1
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)  # type: ignore[arg-type]
+    return torch.as_strided(
+        flat,
+        (first.shape[0], first.shape[1], len(tensors), _slab_bytes(first)),
+        (first.stride(0) * size, first.stride(1) * size, layer_stride, 1),
+        first.data_ptr() - storage.data_ptr(),
+    )

@@ -1,0 +1,226 @@
+"""The transfer engine: runs operations on one copy thread and a few store threads.
+
+Owned by the worker half. `load`, `save`, `flush`, `cancel` and `collect` are called on the engine's own thread
+and never wait for bytes. Loads go before saves on the copy lane and before flushes on the store lane; each page
+of a load is fetched, checked and copied on its own, so that reading and copying overlap.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from vllm_hicache.errors import StoreError
+from vllm_hicache.geometry import Cell, RankGeometry
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.names import BlockId, MissReason, OpId, RequestId
+from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp, StepResult
+from vllm_hicache.storage.envelope import ChunkId
+from vllm_hicache.storage.wrappers import ChunkStore
+from vllm_hicache.transfer.copier import Copier, Fence
+from vllm_hicache.transfer.host import HostPool
+from vllm_hicache.transfer.lane import Lane, Priority
+from vllm_hicache.transfer.tasks import LoadTask, WriteTask
+
+logger = logging.getLogger(__name__)
+
+
+def chunk_id(page: PageMove, cell: Cell) -> ChunkId:
+    """The object that holds `cell` of `page`."""
+    return ChunkId(page.key, 0, cell.role, cell.layer_group, cell.head_group)
+
+
+class TransferEngine:
+    """Moves what plans ask for and remembers what has come of it.
+
+    Args:
+        rank: stands in every report.
+        io_threads: store threads.
+        flush_queue_pages: pages that may wait to be flushed; beyond it a flush is declined.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        pool: HostPool,
+        geometry: RankGeometry,
+        copier: Copier,
+        metrics: Metrics,
+        io_threads: int,
+        flush_queue_pages: int,
+    ) -> None:
+        self._rank = rank
+        self._pool = pool
+        self._cells = geometry.cells
+        self._slot_bytes = geometry.slot_bytes
+        self._copier = copier
+        self._metrics = metrics
+        self._flush_queue_pages = flush_queue_pages
+        self._copies = Lane("copy", 1, partial(self._count_error, "copy"))
+        self._stores = Lane("store", io_threads, partial(self._count_error, "store"))
+        self._loads: dict[OpId, LoadTask] = {}
+        self._lock = threading.Lock()
+        self._reports: list[OpReport] = []
+        self._received: set[RequestId] = set()
+        self._invalid: set[BlockId] = set()
+
+    def fence(self) -> Fence:
+        """Mark the present for copies that are submitted with it."""
+        return self._copier.fence()
+
+    def load(self, op: LoadOp, store: ChunkStore | None, fence: Fence) -> None:
+        """Start a load; `collect` tells of its end, whatever happens."""
+        task = LoadTask(op, self._on_received, self._on_settled)
+        self._loads[op.op] = task
+        task.start()
+        for index, page in enumerate(op.pages):
+            if not page.from_store:
+                if page.blocks:
+                    self._copies.submit(Priority.LOAD, partial(self._copy, task, index, fence))
+            elif store is None:
+                task.fail(index, MissReason.ABSENT)
+            else:
+                self._stores.submit(Priority.LOAD, partial(self._fetch, task, index, store, fence))
+
+    def save(self, op: SaveOp, fence: Fence) -> None:
+        """Start a save; the blocks must stay untouched until its report."""
+        task = WriteTask(op.op, op.pages)
+        for index in range(len(op.pages)):
+            self._copies.submit(Priority.WRITE, partial(self._save, task, index, fence))
+
+    def flush(self, op: FlushOp, store: ChunkStore | None) -> None:
+        """Start a flush; declined as a whole when too much waits already."""
+        task = WriteTask(op.op, op.pages)
+        waiting = self._stores.depth(Priority.WRITE)
+        declined = store is None or waiting + len(op.pages) > self._flush_queue_pages
+        if declined:
+            self._metrics.count("declined_pages", "flush", len(op.pages))
+        for index in range(len(op.pages)):
+            if declined or store is None:
+                self._end_write(task, index, MissReason.NO_SLOT)
+            else:
+                self._stores.submit(Priority.WRITE, partial(self._flush, task, index, store))
+
+    def cancel(self, op: OpId) -> None:
+        """Give up what is left of a load; it still reports."""
+        task = self._loads.get(op)
+        if task is not None:
+            task.cut(MissReason.CANCELLED)
+
+    def collect(self) -> StepResult:
+        """What has finished since the last call. Also applies time limits and sets the gauges."""
+        now = time.monotonic()
+        for task in list(self._loads.values()):
+            task.cut_if_late(now)
+        self._set_gauges()
+        with self._lock:
+            result = StepResult(tuple(self._reports), frozenset(self._received), frozenset(self._invalid))
+            self._reports, self._received, self._invalid = [], set(), set()
+        for report in result.reports:
+            self._loads.pop(report.op, None)
+        return result
+
+    def close(self, timeout_s: float) -> None:
+        """Finish saves and flushes for at most `timeout_s` seconds, then drop what is left, and say so."""
+        deadline = time.monotonic() + timeout_s
+        dropped = self._copies.close(timeout_s)
+        dropped += self._stores.close(max(0.0, deadline - time.monotonic()))
+        if dropped:
+            logger.warning(
+                "Stopped with %d pages not yet saved or flushed after %.1f s; they will be computed again. "
+                "Raise shutdown_timeout_s to keep them",
+                dropped,
+                timeout_s,
+            )
+
+    def _fetch(self, task: LoadTask, index: int, store: ChunkStore, fence: Fence) -> None:
+        if not task.begin_fetch(index):
+            return
+        reason: MissReason | None = MissReason.ERROR
+        try:
+            reason = self._timed("fetch", partial(self._fetch_page, task.op.pages[index], store))
+        finally:
+            if reason is not None:
+                self._metrics.count("misses", reason.value)
+            if task.end_fetch(index, reason):
+                self._copies.submit(Priority.LOAD, partial(self._copy, task, index, fence))
+
+    def _fetch_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
+        for cell in self._cells:
+            payload = self._pool.cell(page.slot, cell)
+            reason = store.load(chunk_id(page, cell), payload, cell.unit_bytes)
+            if reason is not None:
+                return reason
+        return None
+
+    def _copy(self, task: LoadTask, index: int, fence: Fence) -> None:
+        if not task.begin_copy(index):
+            return
+        reason: MissReason | None = MissReason.ERROR
+        try:
+            reason = self._timed("load", partial(self._copier.load, (task.op.pages[index],), fence))
+        finally:
+            task.end_copy(index, reason)
+
+    def _save(self, task: WriteTask, index: int, fence: Fence) -> None:
+        reason: MissReason | None = MissReason.ERROR
+        try:
+            if not task.failed:
+                reason = self._timed("save", partial(self._copier.save, (task.pages[index],), fence))
+        finally:
+            self._end_write(task, index, reason)
+
+    def _flush(self, task: WriteTask, index: int, store: ChunkStore) -> None:
+        reason: MissReason | None = MissReason.ERROR
+        try:
+            if not task.failed:
+                reason = self._timed("flush", partial(self._flush_page, task.pages[index], store))
+        except StoreError as error:
+            self._count_error("flush", error)
+            reason = MissReason.UNAVAILABLE
+        finally:
+            self._end_write(task, index, reason)
+
+    def _flush_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
+        for cell in self._cells:
+            store.save(chunk_id(page, cell), self._pool.cell(page.slot, cell), cell.unit_bytes)
+        return None
+
+    def _end_write(self, task: WriteTask, index: int, reason: MissReason | None) -> None:
+        if task.end(index, reason):
+            with self._lock:
+                self._reports.append(task.report(self._rank))
+
+    def _on_received(self, task: LoadTask) -> None:
+        if task.op.request_id is None:
+            return
+        with self._lock:
+            self._received.add(task.op.request_id)
+            self._invalid |= task.invalid_blocks()
+
+    def _on_settled(self, task: LoadTask) -> None:
+        with self._lock:
+            self._reports.append(task.report(self._rank))
+
+    def _timed(self, direction: str, move: Callable[[], MissReason | None]) -> MissReason | None:
+        start = time.perf_counter()
+        reason = move()
+        self._metrics.count("seconds", direction, time.perf_counter() - start)
+        if reason is None:
+            self._metrics.count("bytes", direction, self._slot_bytes)
+        return reason
+
+    def _count_error(self, place: str, error: Exception) -> None:
+        self._metrics.count("errors", place)
+        logger.debug("%s failed: %s", place, error)
+
+    def _set_gauges(self) -> None:
+        lanes: Sequence[Lane] = (self._copies, self._stores)
+        dead = sum(lane.revive() for lane in lanes)
+        self._metrics.gauge("healthy", 0 if dead else 1)
+        for lane in lanes:
+            for priority in Priority:
+                self._metrics.gauge("queue_depth", lane.depth(priority), f"{lane.name}_{priority.name.lower()}")

@@ -1,0 +1,72 @@
+"""The host pool: one rank's L2 memory, page-first.
+
+Owned by the worker half. A slot holds one page of this rank as the concatenation of its cells, so that every
+stored object is one contiguous range of it. Which slot holds which page is the scheduler half's business; here
+are bytes only. Any thread may touch a slot that an operation it runs has been given.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.geometry import Cell
+from vllm_hicache.names import Slot
+from vllm_hicache.units import format_bytes
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class HostPool:
+    """`num_slots` slots of `slot_bytes` bytes in one mapping.
+
+    Memory is committed when it is first written. On Linux huge pages are asked for, which makes the first
+    touch of a slot several times cheaper; `pin` registers it with CUDA for asynchronous copies (not measured).
+
+    Raises:
+        ConfigError: the pool would hold no page, or more than the machine has.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, pin: bool = False) -> None:
+        if num_slots < 1:
+            raise ConfigError(
+                f"the host pool holds {num_slots} pages: one page of this rank takes {format_bytes(slot_bytes)}, "
+                "so set host_memory to several times that"
+            )
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        total = num_slots * slot_bytes
+        try:
+            self._map = mmap.mmap(-1, total)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(f"host_memory of {format_bytes(total)} cannot be mapped ({error}): set a smaller host_memory") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(num_slots, slot_bytes)
+        if pin:
+            _register(self.tensor)
+        self._bytes: Bytes = self.tensor.numpy()
+
+    def cell(self, slot: Slot, cell: Cell) -> memoryview:
+        """Writable bytes of one cell of a slot, contiguous, `cell.num_bytes` long."""
+        return memoryview(self._bytes[slot, cell.offset : cell.offset + cell.num_bytes])
+
+    def units(self, slot: Slot, cell: Cell, blocks_per_page: int) -> Bytes:
+        """One cell of a slot, uint8 [num_heads, num_layers, blocks_per_page, slab_bytes]; a view."""
+        flat = self._bytes[slot, cell.offset : cell.offset + cell.num_bytes]
+        return flat.reshape(cell.num_heads, cell.num_layers, blocks_per_page, cell.unit_bytes // blocks_per_page)
+
+
+def _register(tensor: torch.Tensor) -> None:
+    """Page-lock memory that torch did not allocate. CUDA only; not measured."""
+    runtime = torch.cuda.cudart()
+    code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+    if int(code) != 0:
+        raise ConfigError(
+            f"cudaHostRegister refused {format_bytes(tensor.numel())} of host memory with code {int(code)}: "
+            "raise the locked-memory limit (ulimit -l) or set a smaller host_memory"
+        )
