@@ -166,6 +166,14 @@ def test_a_leaf_without_leases_grows_in_place() -> None:
     assert tree.num_nodes == 1
 
 
+def test_pages_that_follow_a_leased_leaf_are_not_held_by_its_lease() -> None:
+    tree = a_tree(LONG[:4])
+    tree.lease(LONG, 4)
+    tree.insert(LONG, [Slot(i) for i in range(4, 10)], stored=False, start=4)
+    assert (tree.num_evictable, len(tree.evict(100))) == (6, 6)
+    tree.check()
+
+
 @pytest.mark.parametrize("policy", ["lru", "slru"])
 def test_a_chain_that_grows_under_leases_turn_by_turn_stays_a_few_runs(policy: str) -> None:
     tree, keys = RadixTree(make_policy(policy)), a_chain(0, 200)
@@ -181,9 +189,9 @@ def test_a_chain_that_grows_page_by_page_under_a_lease_leaves_no_trace_in_the_qu
     policy, keys = LRU(), a_chain(0, 1000)
     tree = RadixTree(policy)
     for start in range(1000):
+        lease = tree.lease(keys, start)
         tree.insert(keys, [Slot(start)], stored=False, start=start)
-        tree.lease(keys, start + 1).release()
-        tree.lease(keys, start // 2).release()
+        lease.release()
     assert (tree.num_nodes, policy.leaves.num_entries < 100) == (1, True)
 
 

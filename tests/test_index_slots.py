@@ -106,8 +106,9 @@ def test_check_sees_a_slot_that_is_in_the_tree_and_free() -> None:
         tree.check(pool)
 
 
-def test_ten_thousand_aborts_in_any_order_leave_no_lease_and_a_full_pool() -> None:
-    rng, pool, tree = random.Random(1), SlotPool(60), RadixTree(make_policy("slru"))
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_ten_thousand_aborts_in_any_order_leave_no_lease_and_a_full_pool(policy: str) -> None:
+    rng, pool, tree = random.Random(1), SlotPool(60), RadixTree(make_policy(policy))
     running: list[tuple[Lease, list[Slot]]] = []
     for num_aborted in range(12_000):
         path = bytes(rng.choices(range(3), k=rng.randrange(1, 9)))

@@ -58,7 +58,8 @@ def test_pages_that_join_a_run_later_start_without_hits() -> None:
     tree = a_tree(LONG[:4])
     tree.match(LONG)
     tree.insert(LONG, [Slot(4)], stored=False, start=4)
-    assert (tree.num_nodes, tree.match(LONG).hits, tree.match(LONG[:4]).hits) == (1, 1, 3)
+    hits = [tree.match(LONG[:4], touch=False).hits, tree.match(LONG).hits, tree.match(LONG[:4]).hits]
+    assert hits == [1, 1, 3]
 
 
 def test_a_match_that_does_not_touch_counts_no_hit_and_refreshes_nothing() -> None:
@@ -127,12 +128,13 @@ def test_leased_pages_and_their_ancestors_stay_while_the_rest_goes() -> None:
 
 def test_a_lease_taken_before_a_split_holds_and_releases_after_it() -> None:
     tree = a_tree(LONG)
-    lease = tree.lease(LONG, 8)
+    leases = [tree.lease(LONG, 8), tree.lease(LONG, 8)]
     tree.insert(FORK, [Slot(20), Slot(21)], stored=False, start=3)
     tree.match(LONG[:1])
     tree.check()
     assert (len(tree.evict(100)), tree.num_pages, tree.num_evictable) == (4, 8, 0)
-    lease.release()
+    for lease in leases:
+        lease.release()
     tree.check()
     assert (tree.num_leases, tree.num_evictable) == (0, 8)
 
@@ -218,7 +220,7 @@ def test_check_sees_a_slot_that_is_in_the_tree_twice() -> None:
         tree.check()
 
 
-CHAINS = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(lambda pages: chain(*pages))
+CHAINS = st.lists(st.integers(0, 1), min_size=1, max_size=8).map(lambda pages: chain(*pages))
 
 
 @dataclass
@@ -376,7 +378,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTreeAgainstTheModel = TreeMachine.TestCase
-TestTreeAgainstTheModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTreeAgainstTheModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=200, deadline=None)

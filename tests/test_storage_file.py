@@ -74,6 +74,18 @@ def test_the_least_recently_read_objects_are_evicted(root: Path) -> None:
     assert listed_bytes(store) <= 10 * OBJECT_BYTES
 
 
+def test_every_read_counts_and_not_only_the_first(root: Path) -> None:
+    store = opened(root, 10 * OBJECT_BYTES)
+    for index in range(10):
+        put(store, f"{index}")
+    for index in range(10):
+        touch(store, f"{index}")
+    touch(store, "0")
+    put(store, "new")
+    assert "0" in names(store)
+    assert "1" not in names(store)
+
+
 def test_a_second_save_of_an_object_keeps_it_from_eviction(root: Path) -> None:
     store = opened(root, 10 * OBJECT_BYTES)
     for index in range(10):
@@ -278,6 +290,28 @@ def half(fd, parts, offset):
 os.pwritev = half
 FileStore(sys.argv[1], 1 << 30).write("victim", [memoryview(b"x" * 1000000)])
 """
+
+
+EVICTION_KILLED = """
+import os, signal, sys
+from vllm_hicache.storage.file import FileStore
+unlink = os.unlink
+def last(path):
+    unlink(path)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.unlink = last
+FileStore(sys.argv[1], int(sys.argv[2])).write("new", [memoryview(bytes(100))])
+"""
+
+
+def test_a_process_killed_while_it_evicts_leaves_a_counter_that_is_counted_anew(root: Path) -> None:
+    store = opened(root, 10 * OBJECT_BYTES)
+    for index in range(10):
+        put(store, f"{index}")
+    evictor = run_python(EVICTION_KILLED, str(root), str(10 * OBJECT_BYTES))
+    evictor.communicate(timeout=60)
+    assert evictor.returncode == -signal.SIGKILL
+    assert store.usage().used_bytes == listed_bytes(store) == 9 * OBJECT_BYTES
 
 
 def killed_in_mid_write(root: Path) -> None:

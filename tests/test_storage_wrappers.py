@@ -223,6 +223,22 @@ def test_a_range_of_a_bad_object_is_a_miss_unless_the_flip_lies_elsewhere(
     assert chunks(store).load_units(CHUNK, 0, buffer, UNIT_BYTES, 8) is expected
 
 
+class Shrinking(StoreWrapper):
+    """Lets the object lose its last byte after the first read."""
+
+    def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
+        total_bytes = super().read(name, parts, offset)
+        self.delete(name)
+        self.write(name, [memoryview(sealed()[:-1])])
+        return total_bytes
+
+
+def test_an_object_that_changes_between_the_two_reads_of_a_range_is_a_miss(store: FileStore) -> None:
+    store.write(NAME, [memoryview(sealed())])
+    buffer = memoryview(bytearray(UNIT_BYTES))
+    assert chunks(Shrinking(store)).load_units(CHUNK, 0, buffer, UNIT_BYTES, 8) is MissReason.SHORT
+
+
 @pytest.mark.parametrize(("first", "num_bytes"), [(-1, 1024), (8, 1024), (0, 9 * 1024), (0, 1000)])
 def test_a_range_outside_the_chunk_is_refused(store: FileStore, first: int, num_bytes: int) -> None:
     with pytest.raises(ValueError, match="whole units inside the chunk"):

@@ -178,6 +178,7 @@ class SchedulerHalf:
     def report(self, reports: Iterable[OpReport]) -> None:
         """Take reports of ranks, and commit every operation that all of them have answered."""
         self._operations.report(reports)
+        self._set_gauges()
 
     def finished(self, request_id: RequestId) -> None:
         """The request has ended, in whatever state; what is under way for it ends by itself."""

@@ -335,7 +335,7 @@ class RadixTree:
             return
         self._policy.joining(upper, lower)
         upper.parent.children[upper.keys[0]] = lower
-        lower.parent, upper.parent = upper.parent, None
+        lower.parent = upper.parent
         upper.keys += lower.keys
         upper.slots += lower.slots
         upper.stored += lower.stored

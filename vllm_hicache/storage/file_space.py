@@ -152,8 +152,6 @@ class Space:
         """Evict below the low mark, so that the next rescan is a tenth of the capacity away."""
         self._sweep(account)
         victims = self._rescan(account)
-        if account.used_bytes + num_bytes <= self._capacity_bytes:
-            return
         goal_bytes = min(int(self._capacity_bytes * _LOW_MARK), self._capacity_bytes - num_bytes)
         for victim in sorted(victims):
             if account.used_bytes <= goal_bytes:
