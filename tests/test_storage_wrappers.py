@@ -213,9 +213,7 @@ def test_a_flip_inside_the_range_is_corrupt_and_outside_it_is_not_seen(store: Fi
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_range_of_a_bad_object_is_a_miss_unless_the_flip_lies_elsewhere(
-    store: FileStore, kind: str
-) -> None:
+def test_a_range_of_a_bad_object_is_a_miss_unless_the_flip_lies_elsewhere(store: FileStore, kind: str) -> None:
     content, reason = BAD[kind]
     store.write(NAME, [memoryview(content)])
     buffer = memoryview(bytearray(UNIT_BYTES))

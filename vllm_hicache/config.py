@@ -47,7 +47,9 @@ class HostMemory:
     def parse(cls, value: object) -> HostMemory:
         """Read `"8GiB"`, a number of bytes as an int, or a ratio such as `2.0` or `"2x"`."""
         if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ConfigError(f"host_memory={value!r} is neither bytes nor a ratio: write '8GiB', or '2x' for twice the device cache")
+            raise ConfigError(
+                f"host_memory={value!r} is neither bytes nor a ratio: write '8GiB', or '2x' for twice the device cache"
+            )
         if isinstance(value, int):
             return cls(value, None)._checked(value)
         if isinstance(value, float):
@@ -120,7 +122,9 @@ class Config:
             if key not in names:
                 close = difflib.get_close_matches(key, names, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else "remove it."
-                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config: {hint} Known keys: {', '.join(names)}")
+                raise ConfigError(
+                    f"unknown key {key!r} in kv_connector_extra_config: {hint} Known keys: {', '.join(names)}"
+                )
         values = _Values(raw)
         config = cls(
             store=values.text("store", DEFAULT_STORE),
@@ -162,14 +166,23 @@ class Config:
         if not self.has_store:
             useless = sorted(key for key in raw if key in _STORE_KEYS)
             if useless:
-                raise ConfigError(f"store='none' contradicts {', '.join(useless)}: remove {'it' if len(useless) == 1 else 'them'} or name a store")
+                raise ConfigError(
+                    f"store='none' contradicts {', '.join(useless)}, which only a store has: remove these keys, or name a store"
+                )
         if "prefetch_timeout_s" in raw and self.prefetch != PrefetchPolicy.TIMEOUT:
-            raise ConfigError(f"prefetch_timeout_s={self.prefetch_timeout_s} has no meaning with prefetch={self.prefetch.value!r}: remove it or set prefetch='timeout'")
+            raise ConfigError(
+                f"prefetch_timeout_s={self.prefetch_timeout_s} has no meaning with prefetch="
+                f"{self.prefetch.value!r}: remove it or set prefetch='timeout'"
+            )
         if "+" in self.generation:
-            raise ConfigError(f"generation={self.generation!r} contains '+', which marks resets at run time: use another name")
+            raise ConfigError(
+                f"generation={self.generation!r} contains '+', which marks resets at run time: use another name"
+            )
 
 
-_STORE_KEYS = frozenset({"write", "prefetch", "prefetch_timeout_s", "lookup_timeout_s", "io_threads", "flush_queue_pages"})
+_STORE_KEYS = frozenset(
+    {"write", "prefetch", "prefetch_timeout_s", "lookup_timeout_s", "io_threads", "flush_queue_pages"}
+)
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 

@@ -63,7 +63,9 @@ def _canonical_config(path: Path) -> bytes:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(path)!r} for the model's fingerprint ({error}): repair it or pin 'model_id'") from error
+        raise ConfigError(
+            f"cannot read {str(path)!r} for the model's fingerprint ({error}): repair it or pin 'model_id'"
+        ) from error
     kept = {name: value for name, value in config.items() if name not in _COSMETIC}
     return json.dumps(kept, sort_keys=True).encode()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vllm_hicache.errors import ConfigError
 
@@ -43,10 +44,12 @@ class Grid:
             ConfigError: more groups than layers.
         """
         if self.layer_groups > num_layers:
-            raise ConfigError(f"grid {self} cuts {num_layers} layers in {self.layer_groups} groups: use at most {num_layers}")
+            raise ConfigError(
+                f"grid {self} cuts {num_layers} layers in {self.layer_groups} groups: use at most {num_layers}"
+            )
         size, rest = divmod(num_layers, self.layer_groups)
         starts = [group * size + min(group, rest) for group in range(self.layer_groups + 1)]
-        return list(zip(starts, starts[1:], strict=False))
+        return list(pairwise(starts))
 
     def head_bounds(self, num_heads: int) -> list[tuple[int, int]]:
         """Half-open head ranges of the groups, all of equal length.
@@ -56,7 +59,8 @@ class Grid:
         """
         if num_heads % self.head_groups:
             raise ConfigError(
-                f"grid {self} cannot cut {num_heads} KV heads in {self.head_groups} equal groups: use a divisor of {num_heads}"
+                f"grid {self} cannot cut {num_heads} KV heads in {self.head_groups} equal groups: "
+                f"use a divisor of {num_heads}"
             )
         size = num_heads // self.head_groups
         return [(group * size, (group + 1) * size) for group in range(self.head_groups)]

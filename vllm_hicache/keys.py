@@ -88,7 +88,9 @@ class PageKeys:
 
     def __init__(self, root: bytes, page_tokens: int, extras: Iterable[ExtraKey] = ()) -> None:
         if page_tokens < 1 or len(root) != KEY_BYTES:
-            raise ValueError(f"need page_tokens >= 1 and a root of {KEY_BYTES} bytes, got {page_tokens} and {len(root)}")
+            raise ValueError(
+                f"need page_tokens >= 1 and a root of {KEY_BYTES} bytes, got {page_tokens} and {len(root)}"
+            )
         self.keys: list[PageKey] = []
         self.page_tokens = page_tokens
         self._root = root

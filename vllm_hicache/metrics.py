@@ -62,7 +62,7 @@ class Metrics:
             self._gauges[(name, label)] = value
 
     def drain(self) -> dict[str, float]:
-        """Everything new, keyed `name` or `name|label`; counters start from zero again, gauges stay unsaid until set."""
+        """Everything new, keyed `name` or `name|label`. Counters start from zero again."""
         with self._lock:
             merged = {**self._counters, **self._gauges}
             self._counters, self._gauges = {}, {}

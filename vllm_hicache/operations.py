@@ -15,7 +15,7 @@ from vllm_hicache.events import PageEvents
 from vllm_hicache.index.host import HostTier
 from vllm_hicache.index.tree import Evicted
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, RequestId, Slot, Tier
+from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Slot, Tier
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.tracking import Answer, BlockHolds, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
 
@@ -84,7 +84,8 @@ class Operations:
         served = answer.host_end + len(slots)
         held = self._tier.match(keys[: answer.host_end], touch=False).slots
         by_page = [*held[answer.first : answer.host_end], *slots]
-        moves, unserved = [], []
+        moves: list[PageMove] = []
+        unserved: list[BlockId] = []
         for index in range(answer.first, answer.store_end):
             page_blocks, first_block = self._blocks_of(index, blocks, answer.local)
             if index < served:
@@ -141,9 +142,7 @@ class Operations:
             return False
         of_request = blocks()
         pages = [self._blocks_of(start + index, of_request, 0)[0] for index in range(len(slots))]
-        moves = tuple(
-            PageMove(key, slot, page) for key, slot, page in zip(keys[start:], slots, pages, strict=False)
-        )
+        moves = tuple(PageMove(key, slot, page) for key, slot, page in zip(keys[start:], slots, pages, strict=False))
         held = [block for page in pages for block in page]
         self._holds.hold(held)
         op = self._ledger.open()

@@ -62,7 +62,8 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role != "kv_both":
         raise UnsupportedEngineError(
-            f"kv_role={transfer.kv_role!r} is not supported yet: prefill and decode in separate engines come later, set 'kv_both'"
+            f"kv_role={transfer.kv_role!r} is not supported yet, prefill and decode in separate engines come later: "
+            "set kv_role to 'kv_both'"
         )
     parallel = vllm_config.parallel_config
     sizes = {
@@ -73,7 +74,9 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     }
     for name, size in sizes.items():
         if size != 1:
-            raise UnsupportedEngineError(f"{name}={size} is not supported yet: set {name}=1 or run without the connector")
+            raise UnsupportedEngineError(
+                f"{name}={size} is not supported yet: set {name}=1 or run without the connector"
+            )
     if vllm_config.speculative_config is not None:
         raise UnsupportedEngineError(
             "speculative decoding is not supported yet, because a restored target without its draft state would be "
@@ -210,7 +213,9 @@ def extra_keys(request: Request, page_tokens: int) -> Iterator[ExtraKey]:
     """What besides token ids decides a request's KV: multimodal items and prompt embeddings."""
     for feature in request.mm_features:
         position = feature.mm_position
-        yield ExtraKey(position.offset, position.offset + position.length, feature.modality, feature.identifier.encode())
+        yield ExtraKey(
+            position.offset, position.offset + position.length, feature.modality, feature.identifier.encode()
+        )
     if request.prompt_embeds is not None:
         for start in range(0, len(request.prompt_embeds), page_tokens):
             piece = request.prompt_embeds[start : start + page_tokens].contiguous()

@@ -153,9 +153,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """See the base class."""
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
-    def get_external_cache_hit_sources(
-        self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """See the base class."""
         return self._scheduler.hit_sources(request, num_external_tokens)
 
@@ -220,5 +218,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan(self) -> Plan:
         metadata = self._get_connector_metadata()
         if not isinstance(metadata, HiCacheMetadata):
-            raise InvariantError(f"the step carries metadata of {type(metadata).__name__}, not a plan of this connector")
+            raise InvariantError(
+                f"the step carries metadata of {type(metadata).__name__}, not a plan of this connector"
+            )
         return metadata.plan

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -166,7 +167,7 @@ class SchedulerSide:
             request = self._requests.get(request_id)
             if request is not None:
                 after = request.num_computed_tokens + num_tokens
-                self.half.scheduled(RequestId(request_id), after, lambda name=request_id: self._blocks(name))
+                self.half.scheduled(RequestId(request_id), after, partial(self._blocks, request_id))
         return HiCacheMetadata(self.half.plan())
 
     def output(self, output: KVConnectorOutput) -> None:

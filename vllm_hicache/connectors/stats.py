@@ -5,7 +5,7 @@ The names and meanings are the table in `vllm_hicache.metrics`; this file only r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge
@@ -23,6 +23,8 @@ PREFIX = "vllm:hicache_"
 @dataclass
 class HiCacheStats(KVConnectorStats):
     """Counts since the last step: `name` or `name|label` to number."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         """Forget everything."""

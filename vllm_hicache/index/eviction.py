@@ -169,6 +169,7 @@ class LeafQueue:
         """Queue `node` if it is evictable and not queued yet."""
         if node.ticket or not node.is_evictable:
             return
+        # What a rebuild costs was paid by as many pushes since the one before.
         if self.num_entries > self._SLACK + 2 * self._num_live:
             self._rebuild()
         self._last_ticket += 1
@@ -219,7 +220,7 @@ class LeafQueue:
             elif not node.is_evictable:
                 heappop(heap)
                 self.forget(node)
-            elif rank != node.rank:
+            elif rank != node.rank:  # ranked up since: it waits where it belongs now
                 heapreplace(heap, (node.rank, ticket, node))
             else:
                 return True
@@ -331,6 +332,7 @@ class SLRU(EvictionPolicy):
 
     def touched(self, nodes: Sequence[Node]) -> None:
         """See base."""
+        # `nodes` come deepest first, so descendants fall back before their ancestors.
         rank = self._PROTECTED + self._tick()
         for node in nodes:
             node.rank = rank
@@ -351,6 +353,7 @@ class SLRU(EvictionPolicy):
     def split(self, upper: Node, lower: Node) -> None:
         """See base."""
         super().split(upper, lower)
+        # As the newest of its segment: the hit or the lease that cuts a run is about its front.
         if lower in self._protected:
             self._protected[upper] = None
 
@@ -378,7 +381,5 @@ def make_policy(name: str) -> EvictionPolicy:
     if maker is None:
         closest = difflib.get_close_matches(name.lower(), _POLICIES, n=1, cutoff=0.0)[0]
         known = ", ".join(sorted(_POLICIES))
-        raise ConfigError(
-            f"unknown eviction policy {name!r}: did you mean {closest!r}? Known policies: {known}"
-        )
+        raise ConfigError(f"unknown eviction policy {name!r}: did you mean {closest!r}? Known policies: {known}")
     return maker()

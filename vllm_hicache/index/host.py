@@ -135,6 +135,6 @@ class HostTier:
         total = self._pool.num_free + self._reserved + in_trees
         if total != self._pool.num_slots:
             raise InvariantError(
-                f"host slots do not add up: free {self._pool.num_free} + reserved {self._reserved} + in trees {in_trees} "
-                f"= {total}, capacity {self._pool.num_slots}"
+                f"host slots do not add up: free {self._pool.num_free} + reserved {self._reserved} + "
+                f"in trees {in_trees} = {total}, capacity {self._pool.num_slots}"
             )

@@ -47,6 +47,7 @@ class SlotPool:
         keep = self.num_free - n
         if keep < 0:
             return None
+        # From the end: no shifting, and the memory that was touched last.
         slots = cast("list[Slot]", self._free[keep:].tolist())
         del self._free[keep:]
         for slot in slots:

@@ -342,9 +342,7 @@ class RadixTree:
         upper.hits += lower.hits
         lower.keys, lower.slots, lower.stored, lower.hits = upper.keys, upper.slots, upper.stored, upper.hits
 
-    def _attach(
-        self, node: Node, keys: list[PageKey], slots: array[int], stored: bytearray, rotation: int
-    ) -> None:
+    def _attach(self, node: Node, keys: list[PageKey], slots: array[int], stored: bytearray, rotation: int) -> None:
         self._num_pages += len(keys)
         if node.is_evictable and self._policy.may_grow(node):
             node.keys += keys

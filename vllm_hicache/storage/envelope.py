@@ -120,6 +120,7 @@ class Header:
             return MissReason.VERSION
         if num_header > buffer.nbytes:
             return MissReason.SHORT
+        # Nothing behind the lead is believed before the seal is found right.
         sealed, end = num_header - DIGEST_BYTES, num_header
         if sealed < FIXED_BYTES or xxh3_128_digest(buffer[:sealed]) != buffer[sealed:end]:
             return MissReason.CORRUPT
@@ -133,6 +134,7 @@ class Header:
     def check_units(self, first_unit: int, payload: memoryview) -> MissReason | None:
         """Check `payload` as the whole units from `first_unit` on; None or CORRUPT."""
         unit = self.unit_bytes
+        # One comparison of the joined digests instead of one a unit: half of the Python time.
         found = b"".join([xxh3_128_digest(payload[at : at + unit]) for at in range(0, payload.nbytes, unit)])
         start = first_unit * DIGEST_BYTES
         return None if found == self.digests[start : start + len(found)] else MissReason.CORRUPT
@@ -188,10 +190,12 @@ def read_header(
     if total_bytes != buffer.nbytes + payload_bytes and magic == MAGIC:
         if version != FORMAT_VERSION or algorithm != ALGORITHM_XXH3:
             return MissReason.VERSION
+        # Its seal lies where this buffer may not reach; a size that agrees with itself is proof enough here.
         if total_bytes == num_header + num_payload and buffer[_LEAD.size : FIXED_BYTES] != expected.pack():
             return MissReason.FOREIGN
         return MissReason.SHORT if total_bytes < buffer.nbytes + payload_bytes else MissReason.LONG
     header = Header.parse(buffer)
+    # The size was right, so a header that claims to be longer than its room has been flipped.
     if header is MissReason.SHORT:
         return MissReason.CORRUPT
     if isinstance(header, Header):

@@ -30,7 +30,9 @@ from vllm_hicache.storage.iovec import read_into, write_from
 from vllm_hicache.storage.url import StoreUrl
 from vllm_hicache.units import format_bytes
 
+# A planted link is not followed, and a planted pipe does not block.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+# What may pass without a person's doing; all else at the probe is a setting to repair.
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE})
 _PUBLISH_TRIES = 8
 
@@ -73,6 +75,7 @@ class FileStore(Store):
             except (FileNotFoundError, NotADirectoryError):
                 raise ObjectMissing(name) from None
             try:
+                # An eviction from here on unlinks the name; the open file stays readable.
                 return self._read_open(name, fd, parts, offset)
             finally:
                 os.close(fd)
@@ -136,6 +139,7 @@ class FileStore(Store):
         try:
             return self._space.reserve(num_bytes)
         except FileNotFoundError:
+            # Somebody removed the whole directory while we run: start over, as at the first start.
             self.make_root()
             return self._space.reserve(num_bytes)
 
@@ -153,6 +157,7 @@ class FileStore(Store):
         """Give the file its name unless that is taken. An eviction may prune the directory in between."""
         for _ in range(_PUBLISH_TRIES):
             try:
+                # Unlike a rename, a link never replaces: of several writers one wins.
                 os.link(temp, path)
                 return True
             except FileExistsError:
@@ -170,6 +175,7 @@ class FileStore(Store):
         if count:
             self._touch(fd, modified_ns=status.st_mtime_ns)
         wanted = sum(part.nbytes for part in parts)
+        # A file that shrank while it was read is as long as what came out of it.
         cut = count < wanted and offset + count < status.st_size
         return offset + count if cut else status.st_size
 
@@ -177,6 +183,7 @@ class FileStore(Store):
         """Set the time of the last read. Best effort: a file that vanished needs no recency."""
         now = time.time_ns()
         with suppress(OSError):
+            # Set outright: mounts with noatime or relatime do not keep it for us.
             if modified_ns is None:
                 modified_ns = now if written else os.stat(file).st_mtime_ns
             os.utime(file, ns=(now, modified_ns))

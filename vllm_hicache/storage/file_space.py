@@ -125,10 +125,12 @@ class Space:
 
     @contextmanager
     def _locked(self) -> Iterator[Account]:
+        # A lock belongs to the open file, so opening anew excludes this process's other threads as well.
         fd = os.open(os.path.join(self._root, USAGE_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             account = self._load(fd)
+            # Dirty until the lock is given back: whoever finds it so counts anew.
             os.pwrite(fd, _COUNTER.pack(_MAGIC, 1, account.num_objects, account.used_bytes), 0)
             try:
                 yield account
@@ -152,6 +154,7 @@ class Space:
         """Evict below the low mark, so that the next rescan is a tenth of the capacity away."""
         self._sweep(account)
         victims = self._rescan(account)
+        # An object above a tenth of the capacity needs more room than the low mark gives.
         goal_bytes = min(int(self._capacity_bytes * _LOW_MARK), self._capacity_bytes - num_bytes)
         for victim in sorted(victims):
             if account.used_bytes <= goal_bytes:
@@ -165,6 +168,7 @@ class Space:
         try:
             os.unlink(victim.path)
         except FileNotFoundError:
+            # Removed behind our back between the rescan and now.
             account.add(-1, -victim.num_bytes)
         except OSError as error:
             if self.num_undeletable == 0:
@@ -177,6 +181,7 @@ class Space:
     def _rescan(self, account: Account) -> list[_Victim]:
         """Set `account` to what is really there and return all objects. Reservations are looked at first:
         one that is published meanwhile is the same inode, so it is counted once."""
+        # One link: not published yet. Two: its object is found below.
         reserved = {status.st_ino: status.st_size for _, status in self._temps() if status.st_nlink == 1}
         account.num_objects, account.used_bytes = len(reserved), sum(reserved.values())
         victims: list[_Victim] = []
@@ -211,6 +216,7 @@ class Space:
         path = os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._serial)}")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
+            # Sparse: a rescan sees the size of the whole reservation, and no block is written twice.
             os.ftruncate(fd, num_bytes)
         except OSError:
             os.close(fd)

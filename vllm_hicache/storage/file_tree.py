@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,15 +20,19 @@ from urllib.parse import quote, unquote
 
 from vllm_hicache.errors import StoreError
 from vllm_hicache.names import ObjectName
-from vllm_hicache.storage.base import check_name
+from vllm_hicache.storage.base import MAX_NAME_CHARS, check_name
 
 SUFFIX = ".hc"
 _PIECE_CHARS = 200
+# Names that encode to themselves, as those of chunks do: no part needs a look of its own.
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_-]{1,200}+/)*+[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", re.ASCII)
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP})
 
 
 def encode(name: ObjectName) -> str:
     """Return the path below the root for `name`. Raises StoreError for an invalid name."""
+    if len(name) <= MAX_NAME_CHARS and _PLAIN.fullmatch(name):
+        return name + SUFFIX
     *folders, last = check_name(name).split("/")
     return "/".join(
         [*(_encode_part(part, folder=True) for part in folders), _encode_part(last, folder=False)]
@@ -56,6 +61,7 @@ def make_folders(path: str) -> None:
     except FileNotFoundError:
         if os.path.dirname(path) in ("", path):
             raise
+        # os.makedirs would make the folders above with the default mode.
         make_folders(os.path.dirname(path))
         with suppress(FileExistsError):
             os.mkdir(path, mode=0o700)
@@ -71,6 +77,7 @@ def walk(root: str, under: str = "") -> Iterator[tuple[ObjectName, str, os.stat_
         folder = pending.pop()
         for entry in _entries(os.path.join(root, folder)):
             path = f"{folder}/{entry.name}" if folder else entry.name
+            # Ours are the counter and the temporary files: no encoded piece begins with a dot.
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
@@ -89,8 +96,10 @@ def folder_of(prefix: str) -> str:
 
 def _encode_part(part: str, *, folder: bool) -> str:
     text = quote(part, safe=" !#$&'(),;=@[]^_`{}~")
+    # A directory never ends as a file does, so that `a.hc/b` and `a` do not meet.
     if folder and text.endswith(SUFFIX):
         text = text[: -len(SUFFIX)] + "%2E" + SUFFIX[1:]
+    # A piece may end inside a %XX; joining the pieces before decoding makes that harmless.
     pieces = [text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS)]
     visible = ["%2E" + piece[1:] if piece.startswith(".") else piece for piece in pieces]
     return "+/".join(visible) + ("" if folder else SUFFIX)

@@ -106,6 +106,7 @@ def _read_header(store: Store, name: ObjectName) -> Header | MissReason:
     total_bytes = store.read(name, [fixed])
     if total_bytes < FIXED_BYTES + DIGEST_BYTES:
         return MissReason.SHORT
+    # Unchecked as yet, hence the limits: a flipped length must not ask for all of the memory.
     declared_bytes = declared_header_bytes(fixed)
     buffer = memoryview(bytearray(min(total_bytes, declared_bytes, _MAX_HEADER_BYTES)))
     store.read(name, [buffer])

@@ -16,6 +16,7 @@ def read_into(fd: int, parts: Sequence[memoryview], offset: int) -> int:
     pending, done = [part for part in parts if part.nbytes], 0
     while pending:
         count = os.preadv(fd, pending[:_MAX_PARTS], offset + done)
+        # The end of the file, or of one that is being cut.
         if count == 0:
             break
         done += count

@@ -73,6 +73,7 @@ def parse_manifest(data: bytes, part: str) -> Manifest | Unreadable:
     """Return the manifest that `data` is, or why it is none of namespace `part`."""
     try:
         content: object = json.loads(data)
+    # ValueError covers bad UTF-8 and integers of thousands of digits; deep nesting recurses.
     except (ValueError, RecursionError):
         return Unreadable("not JSON")
     if not isinstance(content, dict) or content.keys() != {"digest", "fields"}:

@@ -45,6 +45,7 @@ class MemoryStore(FileStore):
         self._private = os.path.join(tmpfs, f"vllm-hicache-{os.geteuid()}")
         root = os.path.join(self._private, name)
         super().__init__(root, half_bytes if capacity_bytes is None else capacity_bytes)
+        # Refuse early what is there already; `make_root` looks again at what came since.
         if os.path.lexists(self._private):
             _refuse_foreign(self._private)
 
@@ -87,6 +88,7 @@ def _is_tmpfs(folder: str) -> bool:
     if not os.path.isdir(folder):
         return False
     kind, longest = "", -1
+    # Of two mounts on one point the later line is the one that is seen, hence >= below.
     real = os.path.realpath(folder) + "/"
     with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
         for line in mounts:

@@ -59,6 +59,7 @@ def parse_url(text: str) -> StoreUrl:
         raise ConfigError("store is no URL: write for example file:///dir or memory://name")
     if parts.fragment or text.rstrip().endswith("#"):
         raise ConfigError("store URL has a fragment after #: write # as %23")
+    # The host part stays encoded: decoding could turn a password's %40 into an @.
     parameters = dict(pairs)
     if len(parameters) != len(pairs):
         raise ConfigError(

@@ -34,6 +34,7 @@ from vllm_hicache.storage.envelope import (
 )
 
 _LOG_EVERY_S = 60.0
+# For these the object may be sound, so it stays.
 _NOT_A_FAULT_OF_THE_OBJECT = frozenset(
     {MissReason.ABSENT, MissReason.TIMEOUT, MissReason.UNAVAILABLE, MissReason.ERROR}
 )
@@ -218,6 +219,7 @@ class ChunkStore:
             found = read_header(header, total_bytes, identity, chunk_bytes, unit_bytes)
             if isinstance(found, MissReason):
                 return found
+            # The object may have been replaced between the reads: the total and the digests tell.
             total_bytes = self._store.read(identity.object_name(), [payload], header.nbytes + skip_bytes)
             if total_bytes != header.nbytes + chunk_bytes:
                 return MissReason.SHORT if total_bytes < header.nbytes + chunk_bytes else MissReason.LONG

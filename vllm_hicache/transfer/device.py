@@ -73,7 +73,9 @@ class DeviceCache:
             runs += _runs(role, [tensor for _, tensor in of_role])
         counts = {tensor.shape[0] for tensor in caches.values()}
         if len(counts) > 1:
-            raise ConfigError(f"layers have different numbers of blocks {sorted(counts)}: this engine's cache layout is not supported")
+            raise ConfigError(
+                f"layers have different numbers of blocks {sorted(counts)}: this cache layout is not supported"
+            )
         return cls(tuple(layers), tuple(runs), counts.pop() if counts else 0, block_tokens)
 
     @property
@@ -137,7 +139,7 @@ def _strided(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     storage = first.untyped_storage()
     size = first.element_size()
     layer_stride = tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else 1
-    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)  # type: ignore[arg-type]
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
     return torch.as_strided(
         flat,
         (first.shape[0], first.shape[1], len(tensors), _slab_bytes(first)),

@@ -43,7 +43,9 @@ class HostPool:
         try:
             self._map = mmap.mmap(-1, total)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"host_memory of {format_bytes(total)} cannot be mapped ({error}): set a smaller host_memory") from error
+            raise ConfigError(
+                f"host_memory of {format_bytes(total)} cannot be mapped ({error}): set a smaller host_memory"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(num_slots, slot_bytes)
@@ -53,7 +55,7 @@ class HostPool:
 
     def cell(self, slot: Slot, cell: Cell) -> memoryview:
         """Writable bytes of one cell of a slot, contiguous, `cell.num_bytes` long."""
-        return memoryview(self._bytes[slot, cell.offset : cell.offset + cell.num_bytes])
+        return self._bytes[slot, cell.offset : cell.offset + cell.num_bytes].data
 
     def units(self, slot: Slot, cell: Cell, blocks_per_page: int) -> Bytes:
         """One cell of a slot, uint8 [num_heads, num_layers, blocks_per_page, slab_bytes]; a view."""

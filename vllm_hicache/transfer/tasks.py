@@ -37,7 +37,9 @@ class LoadTask:
         on_settled: likewise.
     """
 
-    def __init__(self, op: LoadOp, on_received: Callable[[LoadTask], None], on_settled: Callable[[LoadTask], None]) -> None:
+    def __init__(
+        self, op: LoadOp, on_received: Callable[[LoadTask], None], on_settled: Callable[[LoadTask], None]
+    ) -> None:
         self.op = op
         self.reason: MissReason | None = None
         self.pages_done = 0
