@@ -44,9 +44,7 @@ def test_a_slot_is_free_until_taken_and_after_it_came_back() -> None:
     assert [*seen, pool.is_free(Slot(0)), pool.is_free(Slot(1))] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(
-    "slots", [[0, 0], [0, 2], [0, 9], [0, -1]], ids=["twice", "free", "beyond", "negative"]
-)
+@pytest.mark.parametrize("slots", [[0, 0], [0, 2], [0, 9], [0, -1]], ids=["twice", "free", "beyond", "negative"])
 def test_a_wrong_give_back_is_refused_with_numbers_and_changes_nothing(slots: list[int]) -> None:
     pool = SlotPool(3)
     pool.take(2)

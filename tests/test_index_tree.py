@@ -91,9 +91,7 @@ def test_insert_after_an_absent_prefix_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("num_slots", "flags", "start"), [(3, [True] * 2, 0), (3, b"", 0), (3, True, 8), (1, True, -1)]
 )
-def test_insert_of_impossible_numbers_is_refused(
-    num_slots: int, flags: bool | list[bool], start: int
-) -> None:
+def test_insert_of_impossible_numbers_is_refused(num_slots: int, flags: bool | list[bool], start: int) -> None:
     with pytest.raises(ValueError, match=r"slots came with|are no range of a chain of 10 keys"):
         a_tree().insert(LONG, [Slot(i) for i in range(num_slots)], flags, start)
 
@@ -346,9 +344,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 12))
     def victims(self, num_pages: int) -> None:
-        found = [
-            (keys, position) for keys, positions in self.tree.victims(num_pages) for position in positions
-        ]
+        found = [(keys, position) for keys, positions in self.tree.victims(num_pages) for position in positions]
         assert len(found) <= num_pages
         for keys, position in found:
             assert self.model.present(keys) == len(keys)

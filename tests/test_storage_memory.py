@@ -14,8 +14,6 @@ from file_store_kit import OBJECT_BYTES, names, put, touch
 from vllm_hicache.errors import ConfigError, StoreUnavailable
 from vllm_hicache.storage.memory import SHARED_MEMORY, MemoryStore
 
-# Shared memory
-
 
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[str]:
