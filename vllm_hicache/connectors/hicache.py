@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +28,7 @@ from vllm_hicache.connectors.scheduler_side import (
 )
 from vllm_hicache.connectors.stats import HiCachePromMetrics, HiCacheStats
 from vllm_hicache.connectors.worker_side import WorkerSide
-from vllm_hicache.errors import InvariantError
+from vllm_hicache.errors import ConfigError, InvariantError
 from vllm_hicache.plan import Plan
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
+
 
 class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
     """Extends vLLM's prefix cache to host memory and an object store. Loads are always asynchronous."""
@@ -52,8 +55,12 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         adapt.use_engine_log()
         on_scheduler = role == KVConnectorRole.SCHEDULER
-        self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config) if on_scheduler else None
-        self._worker_side = None if on_scheduler else WorkerSide(vllm_config, kv_cache_config)
+        try:
+            self._scheduler_side = SchedulerSide(vllm_config, kv_cache_config) if on_scheduler else None
+            self._worker_side = None if on_scheduler else WorkerSide(vllm_config, kv_cache_config)
+        except ConfigError as error:  # a stop; said in one line, because vLLM's own last line does not say why
+            logger.error("vllm-hicache cannot serve this engine: %s", error)
+            raise
 
     @property
     def _scheduler(self) -> SchedulerSide:

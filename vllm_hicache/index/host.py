@@ -95,6 +95,8 @@ class HostTier:
             return 0
         unused = self._tree.insert(keys[: start + len(slots)], slots, bytes([stored]) * len(slots), start)
         self._pool.give_back(unused)
+        if stored:
+            self._tree.mark_stored(keys, start, start + len(slots))
         return len(slots) - len(unused)
 
     def abandon(self, slots: Sequence[Slot]) -> None:
