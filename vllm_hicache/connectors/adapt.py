@@ -179,26 +179,35 @@ def _model_directory(model: str, revision: str | None) -> Path:
 
 
 class AdapterVersions:
-    """Fingerprints of LoRA adapters, taken again when an adapter's files change."""
+    """Fingerprints of LoRA adapters, each taken when the engine first uses that adapter.
+
+    The engine loads an adapter's files once for each adapter id. Files that change under an id it has loaded leave
+    open which weights it computes with, until it is told to load them again (`load_inplace`).
+    """
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[tuple[str, int, int], ...], str]] = {}
+        self._known: dict[tuple[int, str], tuple[list[tuple[str, int, int]], str]] = {}
 
     def adapter(self, request: LoRARequest | None) -> Adapter | None:
         """The adapter of a request as keys see it.
 
         Raises:
-            ConfigError: the adapter's files cannot be read.
+            ConfigError: its files cannot be found or read, or have changed since the engine loaded them.
         """
         if request is None:
             return None
-        path = request.lora_path
-        signature = tuple(_file_signatures(Path(path)))
-        known = self._known.get(path)
-        if known is None or known[0] != signature:
-            version = weights_fingerprint(path) if signature else "no files"
-            self._known[path] = known = (signature, version)
-        return Adapter(request.lora_name, path, known[1])
+        files = _model_directory(request.lora_path, None)
+        signature = list(_file_signatures(files))
+        place = (request.lora_int_id, request.lora_path)
+        known = self._known.get(place)
+        if known is None or (request.load_inplace and known[0] != signature):
+            known = self._known[place] = (signature, weights_fingerprint(files))
+        if known[0] != signature:
+            raise ConfigError(
+                f"the files of LoRA adapter {request.lora_name!r} (id {request.lora_int_id}) changed after the engine "
+                "loaded them: load the adapter again to have its requests cached"
+            )
+        return Adapter(request.lora_name, request.lora_path, known[1])
 
 
 def _file_signatures(path: Path) -> Iterator[tuple[str, int, int]]:

@@ -144,8 +144,9 @@ class SchedulerSide:
             return
         try:
             adapter = self._adapters.adapter(request.lora_request)
-        except (HiCacheError, OSError):  # a miss: an adapter that cannot be told apart is not cached
-            logger.warning("LoRA adapter %r cannot be read; its requests are not cached", request.lora_request)
+        except (HiCacheError, OSError) as error:  # a miss: an adapter that cannot be told apart is not cached
+            self.metrics.count("errors", "adapter")
+            logger.warning("A request is not cached: %s", error)
             return
         self._requests[request.request_id] = request
         extras = adapt.extra_keys(request, self.half.namespace.page_tokens)
