@@ -36,7 +36,6 @@ from vllm_hicache.storage.wrappers import ChunkStore
 RESERVED = b"doctor\0\0"
 """First bytes of the throw-away namespaces, and their part of names, by which `store gc` finds remains."""
 RESERVED_PART = namespace_part(RESERVED)
-
 _MIB = 1 << 20
 _UNIT_BYTES = 64 * 1024
 _TRIAL_BYTES = (4 * _MIB, 4 * _MIB, 2 * _MIB, 2 * _MIB, _MIB, _MIB)
