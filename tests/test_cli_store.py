@@ -14,7 +14,7 @@ from vllm_hicache.cli import store as cli
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.names import ObjectName, PageKey, Role
 from vllm_hicache.storage import file_tree
-from vllm_hicache.storage.envelope import ChunkId, GridShape, Identity, seal
+from vllm_hicache.storage.envelope import ChunkId, Grid, Identity, seal
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.manifest import (
     MAX_MANIFEST_BYTES,
@@ -28,7 +28,7 @@ from vllm_hicache.storage.wrappers import ChunkStore
 
 UNIT_BYTES = 64
 PAYLOAD = bytes(range(256))
-GRID = GridShape(1, 2)
+GRID = Grid(1, 2)
 ONE, TWO = b"\x01" * 32, b"\x02" * 32
 ONE_PART, TWO_PART = "01" * 8, "02" * 8
 FIELDS: dict[str, str | int] = {"model": "m/x", "dtype": "bfloat16", "page_tokens": 256}

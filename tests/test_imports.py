@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm_hicache"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "names", "units", "config", "metrics"),
-    ("keys", "namespace", "fingerprint", "plan", "events", "geometry", "ownership", "grid"),
+    ("errors", "names", "units", "support", "machine", "metrics", "grid", "config"),
+    ("keys", "namespace", "fingerprint", "plan", "events", "geometry", "ownership"),
     ("index", "consensus", "cost"),
     ("storage",),
-    ("lookup",),
+    ("stores", "lookup"),
     ("transfer",),
     ("handoff", "context_parallel"),
     ("operations", "tracking"),

@@ -13,7 +13,7 @@ from vllm_hicache.names import MissReason, PageKey, Role
 from vllm_hicache.storage.envelope import (
     FIXED_BYTES,
     ChunkId,
-    GridShape,
+    Grid,
     Header,
     Identity,
     check,
@@ -24,7 +24,7 @@ from vllm_hicache.storage.envelope import (
 
 UNIT_BYTES = 48
 NUM_UNITS = 6
-GRID = GridShape(layer_groups=2, head_groups=4)
+GRID = Grid(layer_groups=2, head_groups=4)
 NAMESPACE = bytes(range(32))
 CHUNK = ChunkId(PageKey(b"k" * 32), 0, Role.TARGET, 1, 2)
 ASKED = Identity(CHUNK, NAMESPACE, GRID)
@@ -39,7 +39,7 @@ OTHERS = {
     "layer group": dataclasses.replace(ASKED, chunk=dataclasses.replace(CHUNK, layer_group=0)),
     "head group": dataclasses.replace(ASKED, chunk=dataclasses.replace(CHUNK, head_group=3)),
     "namespace": dataclasses.replace(ASKED, namespace=bytes(32)),
-    "grid": dataclasses.replace(ASKED, grid=GridShape(2, 8)),
+    "grid": dataclasses.replace(ASKED, grid=Grid(2, 8)),
 }
 
 
@@ -165,7 +165,7 @@ def test_a_part_of_a_unit_is_refused(payload_bytes: int, unit_bytes: int) -> Non
 
 def test_a_chunk_outside_the_grid_is_refused() -> None:
     with pytest.raises(ValueError, match="outside the grid of 1 layer groups and 4 head groups"):
-        Identity(CHUNK, NAMESPACE, GridShape(1, 4))
+        Identity(CHUNK, NAMESPACE, Grid(1, 4))
 
 
 @pytest.mark.parametrize("coordinate", [-1, 1 << 16])

@@ -12,12 +12,12 @@ import pytest
 from vllm_hicache.errors import ObjectMissing, StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.names import MissReason, ObjectName, PageKey, Role
 from vllm_hicache.storage.base import ObjectInfo, Store
-from vllm_hicache.storage.envelope import ChunkId, GridShape, Identity, header_bytes, seal
+from vllm_hicache.storage.envelope import ChunkId, Grid, Identity, header_bytes, seal
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.wrappers import ChunkStore, Metered, Outcome, StoreCall, StoreWrapper
 
 NAMESPACE = b"n" * 32
-GRID = GridShape(1, 1)
+GRID = Grid(1, 1)
 UNIT_BYTES = 1024
 PAYLOAD = bytes(index % 251 for index in range(8 * UNIT_BYTES))
 CHUNK = ChunkId(PageKey(b"k" * 32), 0, Role.TARGET, 0, 0)

@@ -36,6 +36,13 @@ class PrefetchPolicy(StrEnum):
     TIMEOUT = "timeout"
 
 
+class Eviction(StrEnum):
+    """Which pages of host memory go first."""
+
+    SLRU = "slru"
+    LRU = "lru"
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Size of one rank's host pool: bytes, or a multiple of that rank's device cache."""
@@ -102,7 +109,7 @@ class Config:
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 10.0
     load_threshold: int = 64
-    eviction: str = "slru"
+    eviction: Eviction = Eviction.SLRU
     lookup_timeout_s: float = 0.5
     io_threads: int = 4
     flush_queue_pages: int = 4096
@@ -135,7 +142,7 @@ class Config:
             prefetch=values.choice("prefetch", PrefetchPolicy, PrefetchPolicy.TIMEOUT),
             prefetch_timeout_s=values.seconds("prefetch_timeout_s", 10.0),
             load_threshold=values.count("load_threshold", 64, least=0),
-            eviction=values.text("eviction", "slru"),
+            eviction=values.choice("eviction", Eviction, Eviction.SLRU),
             lookup_timeout_s=values.seconds("lookup_timeout_s", 0.5),
             io_threads=values.count("io_threads", 4, least=1),
             flush_queue_pages=values.count("flush_queue_pages", 4096, least=1),
@@ -167,7 +174,7 @@ class Config:
             useless = sorted(key for key in raw if key in _STORE_KEYS)
             if useless:
                 raise ConfigError(
-                    f"store='none' contradicts {', '.join(useless)}, which only a store has: remove these keys, or name a store"
+                    f"store='none' contradicts {', '.join(useless)}, which only a store has: remove them or name one"
                 )
         if "prefetch_timeout_s" in raw and self.prefetch != PrefetchPolicy.TIMEOUT:
             raise ConfigError(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_hicache.errors import ConfigError
+from vllm_hicache.keys import digest
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -50,6 +51,11 @@ def weights_fingerprint(path: str | os.PathLike[str]) -> str:
         hasher.update(f"{relative}\0{file.stat().st_size}\0".encode())
         _sample(file, hasher)
     return hasher.hexdigest()
+
+
+def model_identity(fingerprint: str, dtype: str, overrides: str = "") -> str:
+    """The namespace's `model` (hex) of weights computed in `dtype` (`torch.bfloat16`) under config overrides."""
+    return digest(fingerprint.encode(), dtype.encode(), overrides.encode()).hex()
 
 
 def _weight_files(root: Path) -> Iterator[Path]:

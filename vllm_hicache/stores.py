@@ -12,7 +12,6 @@ from vllm_hicache.errors import StoreError
 from vllm_hicache.grid import Grid
 from vllm_hicache.namespace import Namespace
 from vllm_hicache.storage.base import Store
-from vllm_hicache.storage.envelope import GridShape
 from vllm_hicache.storage.manifest import write_manifest
 from vllm_hicache.storage.registry import open_store
 from vllm_hicache.storage.wrappers import ChunkStore
@@ -52,7 +51,7 @@ class StoreOpener:
 
     def chunks(self, namespace: bytes) -> ChunkStore:
         """The chunks of one namespace (32-byte digest)."""
-        return ChunkStore(self._store, namespace, GridShape(self._grid.layer_groups, self._grid.head_groups))
+        return ChunkStore(self._store, namespace, self._grid)
 
     def announce(self, namespace: Namespace) -> None:
         """Leave a readable record of the namespace's fields in the store, for `store ls` and `doctor`."""

@@ -32,7 +32,7 @@ class WorkerHalf:
         caches: the engine's device tensors by layer name, [blocks, kv heads, tokens, content] each.
         block_tokens: tokens of a device block.
         encoding: how a slab's interior is laid out.
-        available_bytes: host memory the machine has to spare.
+        available_bytes: host memory the machine has to spare; `None` where it does not say.
         open_store: opens the store under a namespace; `None` without an L3 store.
 
     Raises:
@@ -47,7 +47,7 @@ class WorkerHalf:
         block_tokens: int,
         encoding: str,
         metrics: Metrics,
-        available_bytes: int,
+        available_bytes: int | None,
         open_store: StoreFactory | None = None,
     ) -> None:
         self._config = config
@@ -56,7 +56,7 @@ class WorkerHalf:
         cache = DeviceCache.from_tensors(caches, block_tokens)
         geometry = RankGeometry(cache.layers, block_tokens, config.page_tokens_for(block_tokens), config.grid)
         wanted = config.host_memory.resolve(cache.num_bytes)
-        if wanted > available_bytes:
+        if available_bytes is not None and wanted > available_bytes:
             raise ConfigError(
                 f"host_memory asks for {format_bytes(wanted)} on rank {rank}, but the machine has "
                 f"{format_bytes(available_bytes)} available: set host_memory in kv_connector_extra_config"

@@ -25,15 +25,14 @@ from vllm_hicache.cli.probe import Line, Mark, ModelFacts, Report, StoreSpeed, V
 from vllm_hicache.config import Config, HostMemory
 from vllm_hicache.connectors.plugin import NAME
 from vllm_hicache.errors import ConfigError, StoreError
-from vllm_hicache.index.eviction import make_policy
+from vllm_hicache.machine import look_at_host
 from vllm_hicache.namespace import Namespace, difference
 from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.manifest import Manifest, Unreadable, read_manifests
 from vllm_hicache.storage.registry import open_store
+from vllm_hicache.support import SUPPORTED, is_supported
 from vllm_hicache.units import format_bytes
 
-SUPPORTED = ((0, 32), (0, 33))
-"""As `connectors.compat.SUPPORTED`, which cannot be read without importing vLLM; a test compares the two."""
 _PROMPT_TOKENS = 7500
 _BY_ENGINE = "decided by the engine"
 _FULL_ATTENTION = "full attention is supported so far, run this model without the connector"
@@ -99,7 +98,6 @@ def _asked(args: argparse.Namespace) -> Asked:
     model = Path(args.model).expanduser() if args.model is not None else None
     try:
         config = Config.parse(raw)
-        make_policy(config.eviction)
     except ConfigError as error:
         return Asked(raw, None, str(error), model)
     return Asked(raw, config, "", model)
@@ -108,9 +106,7 @@ def _asked(args: argparse.Namespace) -> Asked:
 def _raw_config(text: str) -> dict[str, object]:
     """The extra config that `--config` gives; of a whole kv-transfer-config, that part of it."""
     try:
-        content: object = json.loads(
-            Path(text[1:]).expanduser().read_bytes() if text.startswith("@") else text
-        )
+        content: object = json.loads(Path(text[1:]).expanduser().read_bytes() if text.startswith("@") else text)
     except OSError as error:
         raise ConfigError(f"cannot read {text[1:]!r} ({error.strerror}): give --config @FILE") from error
     except (ValueError, RecursionError) as error:
@@ -149,8 +145,7 @@ def _vllm_lines() -> Iterator[Line]:
         way_out = "pip install 'vllm-hicache[vllm]', or [cpu] without a GPU"
         yield fail("vllm", f"not installed, and vllm-hicache serves {known}: {way_out}")
     for name, text in found.items():
-        numbers = re.match(r"(\d+)\.(\d+)", text)
-        if numbers and (int(numbers[1]), int(numbers[2])) in SUPPORTED:
+        if is_supported(text):
             yield ok(name, f"{text}, supported", text)
         else:
             way_out = f"vllm-hicache {__version__} serves {known}, install one of these"
@@ -285,7 +280,7 @@ def _ways_out(differing: Mapping[str, tuple[str, str]]) -> str:
 
 def host_lines(asked: Asked) -> Iterator[Line]:
     """Whether the memory that is asked for is there, and of which kind."""
-    host, config = probe.look_at_host(), asked.config
+    host, config = look_at_host(), asked.config
     wanted = config.host_memory.num_bytes if config is not None else None
     shown = format_bytes(wanted) if wanted is not None else _BY_ENGINE
     yield ok("asked_bytes", f"{shown} for each rank", wanted)

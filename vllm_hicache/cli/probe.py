@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import secrets
 import sys
 import time
@@ -25,12 +24,12 @@ from statistics import median
 
 from vllm_hicache.config import Config
 from vllm_hicache.errors import ConfigError, StoreError
-from vllm_hicache.fingerprint import weights_fingerprint
-from vllm_hicache.keys import digest
+from vllm_hicache.fingerprint import model_identity, weights_fingerprint
+from vllm_hicache.grid import Grid
 from vllm_hicache.names import KEY_BYTES, PageKey, Role
 from vllm_hicache.namespace import FORMAT_VERSION
 from vllm_hicache.storage.base import Store, StoreUsage
-from vllm_hicache.storage.envelope import NAMESPACE_BYTES, ChunkId, GridShape, header_bytes, namespace_part
+from vllm_hicache.storage.envelope import NAMESPACE_BYTES, ChunkId, header_bytes, namespace_part
 from vllm_hicache.storage.wrappers import ChunkStore
 
 RESERVED = b"doctor\0\0"
@@ -166,7 +165,7 @@ class ModelFacts:
         """The namespace's `model` of an engine with these weights in `dtype`, without `--hf-overrides`."""
         if self.fingerprint is None or dtype is None:
             return None
-        return digest(self.fingerprint.encode(), f"torch.{dtype}".encode(), b"").hex()
+        return model_identity(self.fingerprint, f"torch.{dtype}")
 
     def dtype_of(self, model: str) -> str | None:
         """The element type in which these weights are the namespace's `model`; None for other weights."""
@@ -224,33 +223,6 @@ def known_fields(config: Config, facts: ModelFacts | None) -> dict[str, str | in
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts:
-    """The host's memory, bytes; None where the system does not say or sets no limit.
-
-    `container_bytes` is what the memory cgroup still allows, `huge_pages` one of always, madvise, never.
-    """
-
-    available_bytes: int | None
-    container_bytes: int | None
-    huge_pages: str | None
-    locked_bytes: int | None
-
-
-def look_at_host(root: Path = Path("/")) -> HostFacts:
-    """Read the host's memory from the files that Linux shows below `root`."""
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    limit, used = (_text(root / f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
-    choice = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return HostFacts(
-        available_bytes=int(available[1]) * 1024 if available else None,
-        container_bytes=max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else None,
-        huge_pages=choice[1] if choice else None,
-        locked_bytes=None if soft == resource.RLIM_INFINITY else soft,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class StoreSpeed:
     """What a trial on one thread measured; None is what it could not.
 
@@ -301,7 +273,7 @@ class _Trial:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.namespace = RESERVED + secrets.token_bytes(NAMESPACE_BYTES - len(RESERVED))
-        self._view = ChunkStore(store, self.namespace, GridShape(1, 1))
+        self._view = ChunkStore(store, self.namespace, Grid(1, 1))
         self._begun: list[ChunkId] = []
         self.payloads: dict[ChunkId, bytes] = {}
         self.faults: list[str] = []

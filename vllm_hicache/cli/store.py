@@ -179,9 +179,7 @@ def _chosen(store: Store, args: argparse.Namespace) -> Iterable[ObjectInfo]:
         return choose_oldest(store.list(""), parse_bytes(args.capacity))
     chosen = list(store.list(f"{args.namespace}/"))
     if not chosen:
-        raise ConfigError(
-            f"namespace {args.namespace!r} has 0 objects: `store ls` names those that are there"
-        )
+        raise ConfigError(f"namespace {args.namespace!r} has 0 objects: `store ls` names those that are there")
     return chosen
 
 
@@ -221,9 +219,7 @@ def _emit(args: argparse.Namespace, result: Json, lines: Sequence[str]) -> None:
         try:
             Path(args.json).write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f"cannot write {args.json}: {error.strerror}; give another path or -"
-            ) from error
+            raise ConfigError(f"cannot write {args.json}: {error.strerror}; give another path or -") from error
     print("\n".join(lines))
 
 

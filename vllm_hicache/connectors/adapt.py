@@ -19,9 +19,10 @@ import torch
 from vllm_hicache.config import Config
 from vllm_hicache.connectors import compat as compat
 from vllm_hicache.errors import ConfigError, UnsupportedEngineError
+from vllm_hicache.fingerprint import model_identity as fingerprint_identity
 from vllm_hicache.fingerprint import weights_fingerprint
 from vllm_hicache.geometry import Inventory
-from vllm_hicache.keys import Adapter, ExtraKey, digest
+from vllm_hicache.keys import Adapter, ExtraKey
 from vllm_hicache.names import BlockId
 from vllm_hicache.namespace import Namespace
 
@@ -161,7 +162,7 @@ def model_identity(vllm_config: VllmConfig, config: Config) -> str:
         return f"dummy:{secrets.token_hex(16)}"
     overrides = json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else ""
     fingerprint = weights_fingerprint(_model_directory(model.model, model.revision))
-    return digest(fingerprint.encode(), str(model.dtype).encode(), overrides.encode()).hex()
+    return fingerprint_identity(fingerprint, str(model.dtype), overrides)
 
 
 def _model_directory(model: str, revision: str | None) -> Path:

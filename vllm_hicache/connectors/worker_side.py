@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm_hicache.connectors import adapt
 from vllm_hicache.errors import InvariantError
 from vllm_hicache.geometry import Inventory
+from vllm_hicache.machine import look_at_host
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId
 from vllm_hicache.plan import OpReport, Plan
@@ -53,7 +54,7 @@ class WorkerSide:
             adapt.block_tokens(self._kv_cache_config),
             adapt.slab_encoding(self._vllm_config, self._kv_cache_config),
             self.metrics,
-            _available_bytes(),
+            look_at_host().spare_bytes,
             self._stores.chunks if self._stores else None,
         )
 
@@ -104,12 +105,3 @@ class WorkerSide:
             self._half.close()
         if self._stores:
             self._stores.close()
-
-
-def _available_bytes() -> int:
-    """Memory the machine can give without swapping, in bytes (`MemAvailable`)."""
-    with open("/proc/meminfo") as meminfo:
-        for line in meminfo:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise InvariantError("/proc/meminfo has no MemAvailable")

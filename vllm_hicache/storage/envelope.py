@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
+from vllm_hicache.grid import Grid
 from vllm_hicache.names import KEY_BYTES, MissReason, ObjectName, PageKey, Role
 
 MAGIC = b"VLLMHiC\n"
@@ -61,20 +62,12 @@ class ChunkId:
 
 
 @dataclass(frozen=True, slots=True)
-class GridShape:
-    """How many parts the namespace's chunk grid cuts layers and heads into."""
-
-    layer_groups: int
-    head_groups: int
-
-
-@dataclass(frozen=True, slots=True)
 class Identity:
     """All that an object claims to be. Raises ValueError when the chunk lies outside the grid."""
 
     chunk: ChunkId
     namespace: bytes
-    grid: GridShape
+    grid: Grid
 
     def __post_init__(self) -> None:
         chunk, grid = self.chunk, self.grid
@@ -212,4 +205,4 @@ def _unpack_identity(buffer: memoryview) -> Identity | MissReason:
     if role not in _ROLES or layer >= layers or head >= heads:
         return MissReason.VERSION
     chunk = ChunkId(PageKey(key), group, _ROLES[role], layer, head)
-    return Identity(chunk, namespace, GridShape(layers, heads))
+    return Identity(chunk, namespace, Grid(layers, heads))

@@ -34,9 +34,7 @@ def encode(name: ObjectName) -> str:
     if len(name) <= MAX_NAME_CHARS and _PLAIN.fullmatch(name):
         return name + SUFFIX
     *folders, last = check_name(name).split("/")
-    return "/".join(
-        [*(_encode_part(part, folder=True) for part in folders), _encode_part(last, folder=False)]
-    )
+    return "/".join([*(_encode_part(part, folder=True) for part in folders), _encode_part(last, folder=False)])
 
 
 def decode(path: str) -> ObjectName | None:

@@ -62,9 +62,7 @@ def read_manifests(store: Store, parts: Iterable[str] | None = None) -> dict[str
     if parts is None:
         ending = f"/{MANIFEST_PART}"
         names = (info.name for info in store.list(""))
-        parts = [
-            name.removesuffix(ending) for name in names if name.endswith(ending) and name.count("/") == 1
-        ]
+        parts = [name.removesuffix(ending) for name in names if name.endswith(ending) and name.count("/") == 1]
     found = {part: _read(store, part) for part in parts}
     return {part: manifest for part, manifest in found.items() if manifest is not None}
 

@@ -34,8 +34,6 @@ def open_store(url: str) -> Store:
             "use file:// or memory:// for now"
         )
     if parsed.scheme not in _MODULES:
-        raise ConfigError(
-            f"store scheme {parsed.scheme!r} is unknown: {suggest(parsed.scheme, [*_MODULES, *_LATER])}"
-        )
+        raise ConfigError(f"store scheme {parsed.scheme!r} is unknown: {suggest(parsed.scheme, [*_MODULES, *_LATER])}")
     opener: Callable[[StoreUrl], Store] = import_module(_MODULES[parsed.scheme]).open_url
     return opener(parsed)

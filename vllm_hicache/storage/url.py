@@ -62,9 +62,7 @@ def parse_url(text: str) -> StoreUrl:
     # The host part stays encoded: decoding could turn a password's %40 into an @.
     parameters = dict(pairs)
     if len(parameters) != len(pairs):
-        raise ConfigError(
-            f"store URL gives a parameter twice: {len(pairs)} given, {len(parameters)} different"
-        )
+        raise ConfigError(f"store URL gives a parameter twice: {len(pairs)} given, {len(parameters)} different")
     return StoreUrl(parts.scheme, parts.netloc, unquote(parts.path), parameters)
 
 

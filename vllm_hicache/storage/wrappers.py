@@ -21,11 +21,11 @@ from enum import StrEnum
 from typing import ClassVar
 
 from vllm_hicache.errors import ObjectMissing, StoreError, StoreTimeout, StoreUnavailable
+from vllm_hicache.grid import Grid
 from vllm_hicache.names import MissReason, ObjectName
 from vllm_hicache.storage.base import ObjectInfo, Store, StoreUsage
 from vllm_hicache.storage.envelope import (
     ChunkId,
-    GridShape,
     Header,
     Identity,
     header_bytes,
@@ -174,7 +174,7 @@ class ChunkStore:
     StoreError. Arguments that make no sense (a payload of part of a unit) raise ValueError.
     """
 
-    def __init__(self, store: Store, namespace: bytes, grid: GridShape) -> None:
+    def __init__(self, store: Store, namespace: bytes, grid: Grid) -> None:
         self._store = store
         self._namespace = namespace
         self._grid = grid

@@ -105,8 +105,8 @@ def _slab_bytes(tensor: torch.Tensor) -> int:
 def _require_contiguous_slabs(name: str, tensor: torch.Tensor) -> None:
     if tensor.dim() != 4 or tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]:
         raise ConfigError(
-            f"cache of layer {name!r} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}, but pages need "
-            "[blocks, kv heads, tokens, content] with each (block, head) contiguous: set VLLM_KV_CACHE_LAYOUT=HND"
+            f"cache of layer {name!r} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}, but pages "
+            "need [blocks, kv heads, tokens, content] with each (block, head) contiguous: set VLLM_KV_CACHE_LAYOUT=HND"
         )
 
 

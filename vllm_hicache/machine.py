@@ -1,0 +1,49 @@
+"""What the machine has to give: memory, and limits on it. Reads files of the operating system; any thread."""
+
+from __future__ import annotations
+
+import re
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """The host's memory, bytes; None where the system does not say or sets no limit.
+
+    `container_bytes` is what the memory cgroup still allows, `huge_pages` one of always, madvise, never.
+    """
+
+    available_bytes: int | None
+    container_bytes: int | None
+    huge_pages: str | None
+    locked_bytes: int | None
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """What a process may still take: the lesser of the machine's memory and the container's limit."""
+        known = [number for number in (self.available_bytes, self.container_bytes) if number is not None]
+        return min(known, default=None)
+
+
+def look_at_host(root: Path = Path("/")) -> HostFacts:
+    """Read the host's memory from the files that Linux shows below `root`."""
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    limit, used = (_text(root / f"sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    choice = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return HostFacts(
+        available_bytes=int(available[1]) * 1024 if available else None,
+        container_bytes=max(0, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else None,
+        huge_pages=choice[1] if choice else None,
+        locked_bytes=None if soft == resource.RLIM_INFINITY else soft,
+    )
+
+
+def _text(path: Path) -> str:
+    """A file's text, empty where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
