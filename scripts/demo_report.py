@@ -1,0 +1,250 @@
+"""What the demo found: from samples to a result, a table, bars on the terminal and a chart. No engine here."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine_process import Answer
+
+LOGPROB_LIMIT = 0.1
+BAR_WIDTH = 44
+
+TIERS = {
+    "cold": "recomputed",
+    "store": "store, after a restart",
+    "host": "host memory",
+    "device_connector": "device, with connector",
+    "device": "device, vLLM alone",
+}
+"""Kinds of samples that are shown, slowest first."""
+
+TIER_OF_KIND = {"device": "device", "host": "host", "store": "store"}
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """An answer beside vLLM's own: token by token, and how far the chosen tokens' log-probabilities differ."""
+
+    kind: str
+    tokens_equal: bool
+    max_logprob_diff: float
+
+    @classmethod
+    def of(cls, kind: str, answer: Answer, reference: Answer) -> Comparison:
+        """Compare. After a first different token the two say different things; only what is before counts."""
+        same = 0
+        for one, other in zip(answer.tokens, reference.tokens, strict=False):
+            if one != other:
+                break
+            same += 1
+        pairs = zip(answer.logprobs[:same], reference.logprobs[:same], strict=True)
+        return cls(kind, answer.tokens == reference.tokens, max((abs(a - b) for a, b in pairs), default=0.0))
+
+
+@dataclass(slots=True)
+class LengthRecord:
+    """Everything measured with prompts of one length: answers by kind of sample."""
+
+    prompt_tokens: int
+    samples: dict[str, list[Answer]] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
+    turn_tokens: list[int] = field(default_factory=list)
+
+    def ttfts(self, *kinds: str) -> list[float]:
+        """Times to first token, seconds."""
+        return [answer.ttft_s for kind in kinds for answer in self.samples.get(kind, [])]
+
+    def median_s(self, *kinds: str) -> float:
+        """Median time to first token, seconds."""
+        return statistics.median(self.ttfts(*kinds))
+
+    def paired_ratio(self, kind: str, peer: str) -> float:
+        """Median of ratios of samples that were taken one right after the other."""
+        pairs = zip(self.ttfts(kind), self.ttfts(peer), strict=True)
+        return statistics.median(mine / theirs for mine, theirs in pairs)
+
+    def hits(self, kind: str, tier: str) -> int:
+        """Hit tokens of one request, the smallest of its kind."""
+        return min((answer.hit_tokens.get(tier, 0) for answer in self.samples.get(kind, [])), default=0)
+
+
+def assemble(records: Sequence[LengthRecord], versions: Mapping[str, str]) -> Result:
+    """The result: that of the longest prompt on top, and one record for each length."""
+    lengths = [of_length(record) for record in records]
+    main = max(lengths, key=lambda each: int(each["prompt_tokens"]))
+    shown = {key: value for key, value in main.items() if key not in ("samples_s", "next_turn")}
+    return {
+        **shown,
+        "outputs_equal": all(each["outputs_equal"] for each in lengths),
+        "lengths": lengths,
+        "versions": dict(versions),
+        "machine": machine(),
+        "notes": {
+            "ttft": "seconds from handing token ids to the engine to its first token, medians of samples_s",
+            "device": "vLLM's own prefix cache in an engine without the connector, sampled beside the other tiers",
+            "paired": "median of ratios of two samples that were taken one after the other",
+            "store": "each sample another session of that length; files may be in the operating system's page cache",
+        },
+    }
+
+
+def of_length(record: LengthRecord) -> Result:
+    """The result for one prompt length."""
+    device_s = record.median_s("device", "device_later")
+    host_s, store_s, cold_s = record.median_s("host"), record.median_s("store"), record.median_s("cold")
+    return {
+        "prompt_tokens": record.prompt_tokens,
+        "cold_ttft_s": cold_s,
+        "cold_connector_ttft_s": record.median_s("cold_connector"),
+        "device_ttft_s": device_s,
+        "device_connector_ttft_s": record.median_s("device_connector"),
+        "host_ttft_s": host_s,
+        "store_restart_ttft_s": store_s,
+        "restored_tokens": record.hits("store", "store"),
+        "outputs_equal": all(is_equal(each) for each in record.comparisons),
+        "max_logprob_diff": worst_by_kind(record.comparisons),
+        "hit_tokens": {tier: record.hits(kind, tier) for kind, tier in TIER_OF_KIND.items()},
+        "ratios": {
+            "host_over_device": host_s / device_s,
+            "host_over_device_paired": record.paired_ratio("host", "device"),
+            "store_over_device": store_s / device_s,
+            "store_over_device_paired": record.paired_ratio("store", "device_later"),
+            "cold_over_host": cold_s / host_s,
+            "cold_over_store": cold_s / store_s,
+        },
+        "next_turn": {
+            "prompt_tokens": record.turn_tokens,
+            "hit_tokens": record.hits("turn_host", "host"),
+            "host_ttft_s": record.median_s("turn_host"),
+            "device_ttft_s": record.median_s("turn_device"),
+        },
+        "samples_s": {kind: record.ttfts(kind) for kind in record.samples},
+    }
+
+
+def is_equal(comparison: Comparison) -> bool:
+    return comparison.tokens_equal and comparison.max_logprob_diff <= LOGPROB_LIMIT
+
+
+def worst_by_kind(comparisons: Sequence[Comparison]) -> dict[str, float]:
+    worst: dict[str, float] = {}
+    for each in comparisons:
+        worst[each.kind] = max(worst.get(each.kind, 0.0), each.max_logprob_diff)
+    return worst
+
+
+def machine() -> Result:
+    """Where it was measured, and how busy it was over the last five minutes."""
+    return {"cpus": os.cpu_count(), "cpu": cpu_name(), "load_average": os.getloadavg()[1]}
+
+
+def cpu_name() -> str:
+    """What the kernel calls the processor; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def failures(result: Result) -> list[str]:
+    """What the demo promised and did not find, a sentence each; slowness is reported, not failed."""
+    found = []
+    for each in result["lengths"]:
+        name = f"with {each['prompt_tokens']:,} prompt tokens"
+        if not each["outputs_equal"]:
+            diffs = ", ".join(f"{kind} {diff:.4f}" for kind, diff in each["max_logprob_diff"].items())
+            found.append(f"{name} an answer differs from vLLM's own; largest log-probability differences: {diffs}")
+        if not each["hit_tokens"]["host"]:
+            found.append(f"{name} nothing was restored from host memory")
+        if not each["restored_tokens"]:
+            found.append(f"{name} nothing was restored from the store after the restart")
+    return found
+
+
+def seconds_of(each: Result, kind: str) -> float:
+    """A length's median for a kind of sample in TIERS."""
+    seconds: float = each["store_restart_ttft_s" if kind == "store" else f"{kind}_ttft_s"]
+    return seconds
+
+
+def table(result: Result) -> str:
+    """Medians by tier and length, and their ratio to vLLM's own prefix cache."""
+    lines = [f"{'tokens':>7}  {'first token from':<24}{'TTFT s':>9}{'x device':>10}{'samples':>9}{'hit tokens':>12}"]
+    for each in result["lengths"]:
+        for kind, name in TIERS.items():
+            seconds = seconds_of(each, kind)
+            hits = each["hit_tokens"].get(kind, "")
+            lines.append(
+                f"{each['prompt_tokens']:>7,}  {name:<24}{seconds:>9.3f}{seconds / each['device_ttft_s']:>10.2f}"
+                f"{num_samples(each, kind):>9}{hits:>12}"
+            )
+        lines += summary(each)
+    return "\n".join(lines)
+
+
+def num_samples(each: Result, kind: str) -> int:
+    kinds = ("device", "device_later") if kind == "device" else (kind,)
+    return sum(len(each["samples_s"].get(name, [])) for name in kinds)
+
+
+def summary(each: Result) -> list[str]:
+    """What a length's numbers say, losses included."""
+    ratios, turn = each["ratios"], each["next_turn"]
+    host, store = ratios["host_over_device_paired"] - 1, ratios["store_over_device_paired"] - 1
+    answers = "equal to" if each["outputs_equal"] else "DIFFERENT from"
+    return [
+        f"         host memory {host:+.1%} and store {store:+.1%} against the device hit taken right after",
+        f"         next turn: {turn['hit_tokens']:,} of {turn['prompt_tokens'][0]:,} tokens from host memory, "
+        f"{turn['host_ttft_s']:.3f} s (vLLM's own {turn['device_ttft_s']:.3f} s)",
+        f"         answers {answers} vLLM's own, log-probabilities within {max(each['max_logprob_diff'].values()):.4f}",
+        "",
+    ]
+
+
+def bars(result: Result) -> str:
+    """The table as bars on a logarithmic scale."""
+    rows = [
+        (f"{each['prompt_tokens']:,} {name}", seconds_of(each, kind))
+        for each in result["lengths"]
+        for kind, name in TIERS.items()
+    ]
+    low = math.log(min(seconds for _, seconds in rows) / 1.5)
+    span = math.log(max(seconds for _, seconds in rows)) - low
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        f"{name:<{width}}  {'#' * max(1, round(BAR_WIDTH * (math.log(seconds) - low) / span))} {seconds:.3g} s"
+        for name, seconds in rows
+    )
+
+
+def draw(result: Result, path: Path) -> None:
+    """The chart: time to first token by tier, one colour for each prompt length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.subplots()
+    lengths, names = result["lengths"], list(TIERS.values())
+    height = 0.8 / len(lengths)
+    for number, (each, colour) in enumerate(zip(lengths, ("#4c78a8", "#f58518"), strict=False)):
+        places = [row + (number - (len(lengths) - 1) / 2) * height for row in range(len(names))]
+        values = [seconds_of(each, kind) for kind in TIERS]
+        drawn = axes.barh(places, values, height * 0.92, color=colour, label=f"{each['prompt_tokens']:,} tokens")
+        axes.bar_label(drawn, [f"{value:.3g} s" for value in values], padding=4, fontsize=9)
+    axes.set_xscale("log")
+    axes.margins(x=0.15)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlabel("time to first token, seconds (logarithmic)")
+    axes.set_title("SmolLM2-135M on a CPU: where a conversation's prompt comes from")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,432 @@
+"""The rim: which vLLM and which engine are served, and what of a request enters its keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from vllm_hicache.config import Config
+from vllm_hicache.connectors import plugin
+from vllm_hicache.connectors.adapt import (
+    AdapterVersions,
+    check_engine,
+    extra_keys,
+    model_identity,
+    namespace,
+    parse_config,
+)
+from vllm_hicache.connectors.compat import SUPPORTED, check_version, version_tuple
+from vllm_hicache.errors import ConfigError, UnsupportedEngineError
+from vllm_hicache.geometry import Inventory, LayerShape
+from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
+from vllm_hicache.names import PageKey, Role
+
+PAGE = 8
+
+# Versions
+
+
+@pytest.mark.parametrize("text", ["0.32.0", "0.33.1", "v0.32.0", "0.32.0+cpu", "0.33.0rc1", "0.32"])
+def test_a_version_that_is_served_passes(text: str) -> None:
+    check_version(text)
+    assert version_tuple(text) in SUPPORTED
+
+
+@pytest.mark.parametrize("text", ["0.31.0", "0.34.0", "1.32.0", "0.3.2", "0.320.0", "0.0.0.dev1"])
+def test_another_version_is_refused_with_both_sides_and_the_way_out(text: str) -> None:
+    with pytest.raises(UnsupportedEngineError) as refusal:
+        check_version(text)
+    for part in ("0.32.x, 0.33.x", f"vLLM {text} is installed", "install one of these"):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["dev", "", "main", "v", "32"])
+def test_what_is_no_version_is_refused_as_such(text: str) -> None:
+    with pytest.raises(UnsupportedEngineError, match=f"its version is '{text}': install a released vLLM"):
+        check_version(text)
+
+
+def test_the_plugin_registers_its_name_and_again_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    plugin.register()
+    loader = KVConnectorFactory._registry["HiCacheConnector"]
+    plugin.register()
+    assert KVConnectorFactory._registry == {"HiCacheConnector": loader}
+    assert loader().__name__ == "HiCacheConnector"
+
+
+# Engines
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+def group(kind: type[SimpleNamespace] = FullAttentionSpec, *layers: str) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_spec=kind(block_size=32, dtype=torch.bfloat16), layer_names=[*layers, "last"])
+
+
+def groups(*members: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=list(members))
+
+
+def engine(**changes: object) -> SimpleNamespace:
+    """A configuration that is served, with changes by dotted name (`__` for the dot)."""
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_connector_extra_config={}),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+        model_config=SimpleNamespace(
+            model="nowhere/at-all",
+            revision=None,
+            dtype=torch.bfloat16,
+            hf_overrides={},
+            quantization=None,
+            get_total_num_kv_heads=lambda: 3,
+        ),
+    )
+    for name, value in changes.items():
+        owner = config
+        *path, last = name.split("__")
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, value)
+    return config
+
+
+def test_a_plain_engine_is_served() -> None:
+    check_engine(engine(), groups(group()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "message"),
+    [
+        ("kv_transfer_config__kv_role", "kv_producer", "kv_role='kv_producer' .* 'kv_both'"),
+        ("kv_transfer_config__kv_role", "kv_consumer", "kv_role='kv_consumer' .* 'kv_both'"),
+        ("parallel_config__tensor_parallel_size", 2, "tensor_parallel_size=2 .* set tensor_parallel_size=1"),
+        ("parallel_config__pipeline_parallel_size", 4, "pipeline_parallel_size=4"),
+        ("parallel_config__decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
+        ("parallel_config__prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
+        ("speculative_config", SimpleNamespace(method="ngram"), "remove speculative_config or run without"),
+    ],
+)
+def test_an_engine_that_is_not_served_is_refused_by_property_and_value(
+    change: str, value: object, message: str
+) -> None:
+    with pytest.raises(UnsupportedEngineError, match=message):
+        check_engine(engine(**{change: value}), groups(group()))  # type: ignore[arg-type]
+
+
+def test_several_kinds_of_kv_are_refused_each_by_name() -> None:
+    both = groups(group(FullAttentionSpec, "layers.0"), group(SlidingWindowSpec, "layers.1", "layers.2"))
+    with pytest.raises(UnsupportedEngineError) as refusal:
+        check_engine(engine(), both)  # type: ignore[arg-type]
+    for part in (
+        "2 KV cache groups",
+        "FullAttentionSpec (2 layers, e.g. layers.0)",
+        "SlidingWindowSpec (3 layers, e.g. layers.1)",
+    ):
+        assert part in str(refusal.value)
+
+
+def test_a_model_without_kv_is_refused() -> None:
+    with pytest.raises(UnsupportedEngineError, match="0 KV cache groups: none"):
+        check_engine(engine(), groups())  # type: ignore[arg-type]
+
+
+def test_a_sliding_window_is_refused_by_kind() -> None:
+    with pytest.raises(UnsupportedEngineError, match="of kind SlidingWindowSpec; full attention is supported"):
+        check_engine(engine(), groups(group(SlidingWindowSpec)))  # type: ignore[arg-type]
+
+
+def test_settings_come_from_the_extra_config() -> None:
+    config = engine(kv_transfer_config__kv_connector_extra_config={"page_tokens": 96})
+    assert parse_config(config).page_tokens == 96  # type: ignore[arg-type]
+
+
+# Namespaces
+
+PINNED = Config(model_id="m")
+
+
+def namespace_of(config: Config = PINNED, encoding: str = "cpu", **changes: object) -> dict[str, str | int]:
+    inventory = Inventory(0, (LayerShape("layer", Role.TARGET, 0, 3, 4096),), 4096, 9, encoding)
+    return namespace(engine(**changes), groups(group()), config, inventory).fields()  # type: ignore[arg-type]
+
+
+def test_the_namespace_says_what_the_engine_is() -> None:
+    assert namespace_of() == {
+        "model": "id:m",
+        "generation": "0",
+        "kv_dtype": "torch.bfloat16",
+        "quantization": "none",
+        "encoding": "cpu",
+        "layers": 1,
+        "kv_heads": 3,
+        "slab_bytes": 4096,
+        "block_tokens": 32,
+        "page_tokens": 64,
+        "grid": "1x1",
+        "format_version": 1,
+    }
+
+
+@pytest.mark.parametrize("plain", ["bfloat16", "half", "float"])
+def test_a_plain_cache_dtype_is_that_of_the_tensors(plain: str) -> None:
+    assert namespace_of(cache_config__cache_dtype=plain) == namespace_of()
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("kv_dtype", {"cache_config__cache_dtype": "fp8_e4m3"}),
+        ("quantization", {"model_config__quantization": "awq"}),
+        ("encoding", {"encoding": "other"}),
+        ("model", {"config": Config(model_id="n")}),
+        ("generation", {"config": Config(model_id="m", generation="1")}),
+        ("page_tokens", {"config": Config(model_id="m", page_tokens=128)}),
+    ],
+)
+def test_each_property_changes_its_field_of_the_namespace(field: str, changes: dict[str, object]) -> None:
+    one, other = namespace_of(), namespace_of(**changes)  # type: ignore[arg-type]
+    assert {name for name in one if one[name] != other[name]} == {field}
+
+
+# Models
+
+
+def weights(folder: Path, number: float = 1.0) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({"layer": np.full(64, number, np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 64}))
+    return folder
+
+
+def identity(path: Path, **changes: object) -> str:
+    return model_identity(engine(model_config__model=str(path), **changes), Config())  # type: ignore[arg-type]
+
+
+def test_other_weights_under_the_same_path_are_another_model(tmp_path: Path) -> None:
+    before = identity(weights(tmp_path / "served name"))
+    assert identity(weights(tmp_path / "served name", 2.0)) != before
+
+
+def test_the_same_weights_elsewhere_are_the_same_model(tmp_path: Path) -> None:
+    assert identity(weights(tmp_path / "a")) == identity(weights(tmp_path / "b"))
+
+
+def test_what_overrides_the_files_is_part_of_the_model(tmp_path: Path) -> None:
+    path = weights(tmp_path / "a")
+    others = [{"model_config__dtype": torch.float16}, {"model_config__hf_overrides": {"rope_theta": 1}}]
+    assert len({identity(path), *(identity(path, **other) for other in others)}) == 3
+
+
+def test_random_weights_are_shared_with_nobody(tmp_path: Path) -> None:
+    one, other = (identity(tmp_path, load_config__load_format="dummy") for _ in range(2))
+    assert one.startswith("dummy:")
+    assert one != other
+
+
+def test_a_pinned_model_needs_no_files() -> None:
+    assert model_identity(engine(), Config(model_id="mine")) == "id:mine"  # type: ignore[arg-type]
+
+
+def test_a_model_whose_files_are_elsewhere_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"'nowhere/at-all' are not on this machine.*pin 'model_id'"):
+        model_identity(engine(), Config())  # type: ignore[arg-type]
+
+
+# What else decides KV
+
+
+def request(prompt_embeds: torch.Tensor | None = None, *features: MultiModalFeatureSpec) -> SimpleNamespace:
+    return SimpleNamespace(mm_features=list(features), prompt_embeds=prompt_embeds)
+
+
+def image(identifier: str, offset: int, length: int = 4, modality: str = "image") -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, modality, identifier, PlaceholderRange(offset, length))
+
+
+def extras(told: SimpleNamespace) -> list[ExtraKey]:
+    return list(extra_keys(told, PAGE))  # type: ignore[arg-type]
+
+
+def keys(told: SimpleNamespace, **root: object) -> list[PageKey]:
+    chain = PageKeys(chain_root(b"n" * 32, **root), PAGE, extras(told))  # type: ignore[arg-type]
+    chain.extend(range(4 * PAGE))
+    return chain.keys
+
+
+def changed(one: SimpleNamespace, other: SimpleNamespace) -> list[bool]:
+    return [first != second for first, second in zip(keys(one), keys(other), strict=True)]
+
+
+def test_a_text_request_has_no_extra_keys() -> None:
+    assert extras(request()) == []
+
+
+def test_a_media_item_gives_its_kind_its_whole_hash_and_its_place() -> None:
+    told = request(None, image("cat" * 40, 10, 5, "video"))
+    assert extras(told) == [ExtraKey(10, 15, "video", b"cat" * 40)]
+
+
+@pytest.mark.parametrize(
+    "other", [image("dog", 10), image("cat", 11), image("cat", 10, 5), image("cat", 10, modality="video")]
+)
+def test_another_item_or_the_same_elsewhere_changes_keys_from_its_page_on(other: MultiModalFeatureSpec) -> None:
+    assert changed(request(None, image("cat", 10)), request(None, other)) == [False, True, True, True]
+
+
+def test_two_images_of_one_prompt_are_told_apart_by_order() -> None:
+    one = request(None, image("cat", 0), image("dog", 4))
+    other = request(None, image("dog", 0), image("cat", 4))
+    assert changed(one, other) == [True] * 4
+
+
+def test_two_prompts_that_differ_in_their_second_image_share_what_comes_before_it() -> None:
+    one, other = (request(None, image("cat", 0), image(name, 2 * PAGE)) for name in ("dog", "cow"))
+    assert changed(one, other) == [False, False, True, True]
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("position", [0, 9, 31])
+def test_one_changed_embedding_changes_keys_from_its_page_on(position: int, dtype: torch.dtype) -> None:
+    embeds = torch.arange(4 * PAGE * 3, dtype=torch.float32).reshape(-1, 3).to(dtype)
+    other = embeds.clone()
+    other[position, 2] += 1000
+    assert changed(request(embeds), request(embeds.clone())) == [False] * 4
+    assert changed(request(embeds), request(other)) == [page >= position // PAGE for page in range(4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embeddings_that_do_not_lie_in_one_piece_give_the_same_keys(dtype: torch.dtype) -> None:
+    embeds = torch.arange(64, dtype=torch.float32).reshape(2, 32).to(dtype)
+    assert not any(changed(request(embeds.T), request(embeds.T.contiguous())))
+
+
+def test_embeddings_are_cut_at_pages_and_the_last_piece_is_short() -> None:
+    pieces = extras(request(torch.zeros(19, 3, dtype=torch.bfloat16)))
+    assert [(piece.start, piece.stop, piece.kind) for piece in pieces] == [
+        (0, 8, "embeds"),
+        (8, 16, "embeds"),
+        (16, 19, "embeds"),
+    ]
+
+
+# Adapters
+
+
+def lora(path: Path, name: str = "tenant", number: int = 1, reload: bool = False) -> LoRARequest:
+    return LoRARequest(name, number, str(path), load_inplace=reload)
+
+
+def adapter(versions: AdapterVersions, request: LoRARequest) -> Adapter:
+    found = versions.adapter(request)
+    assert found is not None
+    return found
+
+
+def test_no_adapter_is_no_adapter() -> None:
+    assert AdapterVersions().adapter(None) is None
+
+
+def test_changed_files_under_the_same_name_and_path_are_another_version_to_the_next_engine(tmp_path: Path) -> None:
+    one, other = (adapter(AdapterVersions(), lora(weights(tmp_path / "lora", number))) for number in (1.0, 2.0))
+    assert (other.name, other.path) == (one.name, one.path)
+    assert other.version != one.version
+
+
+@pytest.mark.parametrize("again", [{"reload": True}, {"number": 2}])
+def test_changed_files_are_another_version_once_the_engine_loads_them_again(
+    again: dict[str, int], tmp_path: Path
+) -> None:
+    versions = AdapterVersions()
+    one = adapter(versions, lora(weights(tmp_path / "lora")))
+    other = adapter(versions, lora(weights(tmp_path / "lora", 2.0), **again))  # type: ignore[arg-type]
+    assert adapter(AdapterVersions(), lora(tmp_path / "lora")) == other != one
+
+
+def test_files_that_changed_after_the_engine_loaded_them_cannot_be_told_apart(tmp_path: Path) -> None:
+    versions = AdapterVersions()
+    adapter(versions, lora(weights(tmp_path / "lora")))
+    weights(tmp_path / "lora", 2.0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"adapter 'tenant' \(id 1\) changed .* load the adapter again"):
+            versions.adapter(lora(tmp_path / "lora"))
+
+
+def test_a_changed_setting_of_the_adapter_is_another_version(tmp_path: Path) -> None:
+    seen = set()
+    for alpha in (8, 16):
+        (weights(tmp_path / "lora") / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha}))
+        seen.add(adapter(AdapterVersions(), lora(tmp_path / "lora")).version)
+    assert len(seen) == 2
+
+
+def test_equal_files_have_one_version_wherever_they_are(tmp_path: Path) -> None:
+    one, other = (adapter(AdapterVersions(), lora(weights(tmp_path / name))) for name in ("a", "b"))
+    assert one.version == other.version
+    assert one.path != other.path
+
+
+def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = AdapterVersions()
+    one = adapter(versions, lora(weights(tmp_path / "lora")))
+    monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("read again"))
+    assert adapter(versions, lora(tmp_path / "lora")) == one
+
+
+def test_an_adapter_with_broken_files_cannot_be_told_apart(tmp_path: Path) -> None:
+    (weights(tmp_path / "lora") / "model.safetensors").write_bytes(b"junk")
+    with pytest.raises(ConfigError, match="no safetensors file"):
+        AdapterVersions().adapter(lora(tmp_path / "lora"))
+
+
+@pytest.mark.parametrize("path", ["someone/an-adapter", "~/no/such/adapter", "/no/such/adapter"])
+def test_an_adapter_without_local_files_cannot_be_told_apart(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{path}' are not on this machine"):
+        AdapterVersions().adapter(lora(Path(path)))
+
+
+def rooted(folder: Path, path: str = "x", number: float = 1.0, name: str = "tenant") -> Adapter:
+    """The adapter of a fresh engine, its files written first."""
+    return adapter(AdapterVersions(), lora(weights(folder / path, number), name))
+
+
+def test_salt_and_adapters_name_path_and_version_each_change_every_key(tmp_path: Path) -> None:
+    roots: dict[str, dict[str, object]] = {
+        "nobody": {},
+        "salt": {"salt": "a"},
+        "other salt": {"salt": "b"},
+        "adapter": {"adapter": rooted(tmp_path)},
+        "other name": {"adapter": rooted(tmp_path, name="other")},
+        "other path": {"adapter": rooted(tmp_path, "y")},
+        "other version": {"adapter": rooted(tmp_path, number=2.0)},
+        "both": {"salt": "a", "adapter": rooted(tmp_path)},
+    }
+    chains = [keys(request(), **root) for root in roots.values()]
+    assert len({key for chain in chains for key in chain}) == 4 * len(roots)

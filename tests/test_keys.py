@@ -1,0 +1,184 @@
+"""Page keys: everything that decides a page's bytes changes its key, and nothing else does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root, digest
+
+NAMESPACE = bytes(range(32))
+ADAPTER = Adapter("tenant", "adapters/one", "v1")
+IMAGE = ExtraKey(10, 20, "image", b"cat")
+TOKENS = range(1000, 1032)
+PAGE = 8
+
+GOLDEN_ROOT = "ebfe41910155f13c3d9e1b5234421bb19227311c25f321602a5210a15a63d44f"
+GOLDEN = ["5f6edc8b8106a56a", "ed57e7a35307305b", "e56e1e264213a83d", "0241a542f87701f5"]
+
+tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=60)
+
+
+def keys_of(tokens: Sequence[int], extras: Iterable[ExtraKey] = (), page: int = PAGE, **root: object) -> list[bytes]:
+    chain = PageKeys(chain_root(NAMESPACE, **root), page, extras)  # type: ignore[arg-type]
+    chain.extend(tokens)
+    return list(chain.keys)
+
+
+def hashed(*fields: bytes) -> bytes:
+    """H as the module's docstring defines it."""
+    return hashlib.sha256(b"".join(len(field).to_bytes(4, "little") + field for field in fields)).digest()
+
+
+@given(tokens_lists, st.integers(1, 9))
+def test_a_key_is_the_hash_of_its_parent_and_its_tokens_as_documented(tokens: list[int], page: int) -> None:
+    parent, expected = chain_root(NAMESPACE), []
+    for start in range(0, len(tokens) - page + 1, page):
+        content = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page])
+        parent = hashed(parent, content, b"")
+        expected.append(parent)
+    assert keys_of(tokens, page=page) == expected
+
+
+def test_the_key_format_has_not_drifted() -> None:
+    plain = keys_of(TOKENS)
+    rich = keys_of(TOKENS, [IMAGE, ExtraKey(0, 8, "audio", b"meow")], salt="s", adapter=ADAPTER)
+    assert [key.hex()[:16] for key in (plain[0], plain[3], rich[0], rich[3])] == GOLDEN
+    assert chain_root(NAMESPACE).hex() == GOLDEN_ROOT
+
+
+def test_fields_are_told_apart_by_their_lengths() -> None:
+    assert digest(b"a", b"bc") != digest(b"ab", b"c")
+    assert digest(b"", b"a") != digest(b"a", b"") != digest(b"a")
+
+
+ROOTS: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "empty salt": {"salt": ""},
+    "salt": {"salt": "a"},
+    "other salt": {"salt": "b"},
+    "nameless adapter": {"adapter": Adapter("", "", "")},
+    "adapter": {"adapter": ADAPTER},
+    "adapter's other name": {"adapter": replace(ADAPTER, name="other")},
+    "adapter's other path": {"adapter": replace(ADAPTER, path="adapters/two")},
+    "adapter's other version": {"adapter": replace(ADAPTER, version="v2")},
+    "adapter with its fields cut elsewhere": {"adapter": Adapter("tenanta", "dapters/one", "v1")},
+    "salt and adapter": {"salt": "a", "adapter": ADAPTER},
+}
+
+
+def test_salt_and_each_field_of_the_adapter_change_every_key() -> None:
+    chains = [keys_of(TOKENS, **root) for root in ROOTS.values()]
+    assert len({key for chain in chains for key in chain}) == len(ROOTS) * 4
+
+
+def test_another_namespace_shares_no_key() -> None:
+    other = PageKeys(chain_root(b"o" * 32), PAGE)
+    other.extend(TOKENS)
+    assert not set(other.keys) & set(keys_of(TOKENS))
+
+
+@given(st.lists(st.integers(0, 99), min_size=24, max_size=24), st.integers(0, 23))
+def test_a_token_changes_its_page_and_all_that_follow_and_none_before(tokens: list[int], at: int) -> None:
+    before = keys_of(tokens)
+    tokens[at] += 1
+    same = [one == other for one, other in zip(before, keys_of(tokens), strict=True)]
+    assert same == [page < at // PAGE for page in range(3)]
+
+
+@given(tokens_lists, st.lists(st.integers(0, 60), max_size=6), st.integers(1, 9))
+def test_keys_computed_piece_by_piece_equal_those_computed_at_once(
+    tokens: list[int], cuts: list[int], page: int
+) -> None:
+    extras = [ExtraKey(3, 11, "image", b"x"), ExtraKey(11, 40, "audio", b"y")]
+    pieces, bounds = PageKeys(chain_root(NAMESPACE), page, extras), [0, *sorted(cuts), len(tokens)]
+    for start, stop in pairwise(bounds):
+        pieces.extend(tokens[start:stop])
+    assert pieces.num_tokens == len(tokens)
+    assert pieces.keys == keys_of(tokens, extras, page)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(IMAGE, data=b"dog"),
+        replace(IMAGE, kind="video"),
+        replace(IMAGE, start=11),
+        replace(IMAGE, stop=21),
+        replace(IMAGE, kind="imagec", data=b"at"),
+    ],
+    ids=["data", "kind", "start", "stop", "cut"],
+)
+def test_a_media_item_decides_keys_from_the_page_it_touches_on_and_not_before(other: ExtraKey) -> None:
+    without, one, two = keys_of(TOKENS), keys_of(TOKENS, [IMAGE]), keys_of(TOKENS, [other])
+    assert without[0] == one[0] == two[0]
+    assert all(len({*keys}) == 3 for keys in zip(without[1:], one[1:], two[1:], strict=True))
+
+
+@pytest.mark.parametrize(("start", "stop", "first"), [(0, 8, 0), (8, 9, 1), (7, 9, 0), (31, 32, 3), (32, 40, 4)])
+def test_an_item_touches_the_pages_that_hold_one_of_its_tokens(start: int, stop: int, first: int) -> None:
+    with_item = keys_of(TOKENS, [ExtraKey(start, stop, "image", b"cat")])
+    assert [one == other for one, other in zip(keys_of(TOKENS), with_item, strict=True)] == [
+        page < first for page in range(4)
+    ]
+
+
+def test_two_images_swapped_in_one_prompt_give_other_keys() -> None:
+    cat, dog = ExtraKey(0, 4, "image", b"cat"), ExtraKey(4, 8, "image", b"dog")
+    swapped = [replace(cat, data=b"dog"), replace(dog, data=b"cat")]
+    assert not set(keys_of(TOKENS, [cat, dog])) & set(keys_of(TOKENS, swapped))
+
+
+@given(st.permutations([ExtraKey(0, 8, "image", bytes([item])) for item in range(4)]))
+def test_the_order_in_which_items_are_given_does_not_matter(items: list[ExtraKey]) -> None:
+    assert keys_of(TOKENS, items) == keys_of(TOKENS, sorted(items, key=lambda item: item.data))
+
+
+PROGRAM = """
+from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
+from vllm_hicache.namespace import Namespace
+space = Namespace("model", "0", "bf16", "none", "cpu", 30, 3, 4096, 32, 64, "1x1")
+items = {ExtraKey(0, 64, kind, kind.encode()) for kind in ("image", "audio", "video", "embeds", "text")}
+chain = PageKeys(chain_root(space.digest(), "salt", Adapter("a", "b", "c")), 64, items)
+chain.extend(range(1000))
+print(space.digest().hex(), *(key.hex() for key in chain.keys))
+"""
+
+
+def test_fresh_processes_with_any_hash_seed_compute_equal_keys_and_namespaces() -> None:
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2", "3")
+    ]
+    assert len(said[0].split()) == 16
+    assert len(set(said)) == 1
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**32], [1.5], ["a"], [None], [1, 2, -3]])
+def test_a_bad_token_id_is_refused_and_changes_nothing(bad: list[int]) -> None:
+    chain = PageKeys(chain_root(NAMESPACE), 4)
+    chain.extend([1, 2])
+    with pytest.raises(ValueError, match=r"integers in \[0, 2\*\*32\)"):
+        chain.extend([3, 4, *bad])
+    assert (chain.keys, chain.num_tokens) == ([], 2)
+
+
+@pytest.mark.parametrize(("root", "page"), [(b"short", 4), (bytes(32), 0), (bytes(32), -1)])
+def test_a_root_or_page_of_the_wrong_size_is_refused(root: bytes, page: int) -> None:
+    with pytest.raises(ValueError, match=rf"got {page} and {len(root)}"):
+        PageKeys(root, page)

@@ -1,0 +1,512 @@
+"""The transfer engine over a real pool, a real copier and a file store, whole and broken."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from transfer_fixtures import (
+    NAMESPACE,
+    PATIENCE_S,
+    Gate,
+    Layout,
+    Machine,
+    Rig,
+    WatchedStore,
+    key,
+    move,
+    write_block,
+)
+
+from vllm_hicache.errors import StoreError, StoreTimeout, StoreUnavailable
+from vllm_hicache.grid import Grid
+from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, Role
+from vllm_hicache.plan import LoadOp, OpReport, PageMove
+from vllm_hicache.storage.envelope import ChunkId
+from vllm_hicache.storage.file import FileStore
+
+NUM_PAGES = 4
+SOURCE = [[0, 1], [2, 3], [4, 5], [6, 7]]
+TARGET = [[8, 9], [10, 11], [12, 13], [14, 15]]
+"""Blocks of the four pages when they are saved, and when they are loaded; blocks 16 to 23 are nobody's."""
+
+MakeMachine = Callable[..., Machine]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WatchedStore:
+    inner = FileStore(str(tmp_path / "store"), 1 << 30)
+    inner.probe()
+    return WatchedStore(inner)
+
+
+@pytest.fixture
+def make_machine(store: WatchedStore) -> Iterator[MakeMachine]:
+    machines: list[Machine] = []
+
+    def make(grid: Grid = Grid(), io_threads: int = 2, flush_queue_pages: int = 64) -> Machine:
+        rig = Rig(Layout(draft_layers=2), grid=grid, num_slots=2 * NUM_PAGES)
+        machines.append(Machine(store, rig, io_threads, flush_queue_pages))
+        return machines[-1]
+
+    yield make
+    for machine in machines:
+        machine.engine.close(PATIENCE_S)
+
+
+def saves() -> list[PageMove]:
+    return [move(number, number, blocks) for number, blocks in enumerate(SOURCE)]
+
+
+def fetches(numbers: Sequence[int] = range(NUM_PAGES)) -> list[PageMove]:
+    """Loads from the store into other slots and other blocks."""
+    return [move(number, NUM_PAGES + number, TARGET[number], from_store=True) for number in numbers]
+
+
+def held(machine: Machine) -> list[bytes]:
+    """Save the four pages, then poison the device. What each page must hold."""
+    expected = [machine.rig.page(blocks) for blocks in SOURCE]
+    machine.save(101, saves())
+    assert machine.report(101) == OpReport(3, OpId(101), NUM_PAGES, NUM_PAGES, None)
+    machine.rig.poison_device()
+    return expected
+
+
+def stored(machine: Machine) -> list[bytes]:
+    """Bring the four pages to the store, then poison slots and device. What each page must hold."""
+    expected = held(machine)
+    machine.flush(102, *range(NUM_PAGES))
+    assert machine.report(102) == OpReport(3, OpId(102), NUM_PAGES, NUM_PAGES, None)
+    machine.rig.poison_slots()
+    machine.counted.clear()
+    return expected
+
+
+def name_of(number: int, role: Role = Role.TARGET, layers: int = 0, heads: int = 0) -> ObjectName:
+    return ChunkId(key(number), 0, role, layers, heads).object_name(NAMESPACE)
+
+
+def loaded(machine: Machine, numbers: Sequence[int] = range(NUM_PAGES)) -> list[bytes]:
+    return [machine.rig.page(TARGET[number]) for number in numbers]
+
+
+def blocks_of(numbers: Sequence[int]) -> set[BlockId]:
+    return {BlockId(block) for number in numbers for block in TARGET[number]}
+
+
+def raiser(error: BaseException) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(2, 2)], ids=str)
+@pytest.mark.parametrize("io_threads", [1, 3])
+def test_pages_come_back_from_the_store_byte_for_byte_in_other_slots_and_blocks(
+    make_machine: MakeMachine, grid: Grid, io_threads: int
+) -> None:
+    expected = stored(machine := make_machine(grid, io_threads))
+    targets = list(blocks_of(range(NUM_PAGES)))
+    others = machine.rig.blocks(besides=targets)
+    machine.load(1, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES, None)
+    assert loaded(machine) == expected
+    assert [machine.rig.slot(NUM_PAGES + number) for number in range(NUM_PAGES)] == expected
+    assert machine.rig.blocks(besides=targets) == others
+    assert (machine.received, machine.invalid, machine.misses()) == (["r"], set(), {})
+
+
+def test_moved_bytes_are_counted_by_direction(make_machine: MakeMachine) -> None:
+    held(machine := make_machine())
+    machine.flush(1, 0, 1)
+    assert machine.report(1).pages_done == 2
+    machine.load(2, fetches([0]))
+    assert machine.report(2).pages_done == 1
+    moved = {way: machine.counted[f"bytes|{way}"] for way in ("save", "flush", "fetch", "load")}
+    page = machine.rig.pool.slot_bytes
+    assert moved == {"save": 4 * page, "flush": 2 * page, "fetch": page, "load": page}
+
+
+def test_pages_in_host_memory_are_not_read_from_the_store(make_machine: MakeMachine, store: WatchedStore) -> None:
+    expected = held(machine := make_machine())
+    machine.flush(1, 2, 3)
+    assert machine.report(1).pages_done == 2
+    machine.load(2, [move(0, 0, TARGET[0]), move(1, 1, TARGET[1]), *fetches([2, 3])])
+    assert machine.report(2).pages_done == NUM_PAGES
+    assert loaded(machine) == expected
+    assert {number for operation, number in store.calls if operation == "read"} == {2, 3}
+
+
+def test_the_next_page_is_fetched_while_one_is_copied(make_machine: MakeMachine, store: WatchedStore) -> None:
+    expected = stored(machine := make_machine(io_threads=1))
+    second_read = Gate()
+    store.before["read", 1] = second_read.open
+    machine.copier.before["load", NUM_PAGES] = second_read
+    machine.load(1, fetches())
+    assert machine.report(1).pages_done == NUM_PAGES
+    assert loaded(machine) == expected
+
+
+def test_a_prefetch_fills_slots_and_leaves_device_and_requests_alone(make_machine: MakeMachine) -> None:
+    expected = stored(machine := make_machine())
+    device = machine.rig.blocks()
+    machine.load(1, [move(n, 4 + n, from_store=True) for n in range(NUM_PAGES)], request=None)
+    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES, None)
+    assert [machine.rig.slot(NUM_PAGES + number) for number in range(NUM_PAGES)] == expected
+    assert machine.rig.blocks() == device
+    assert (machine.received, machine.invalid) == ([], set())
+
+
+def test_blocks_that_got_no_slot_are_invalid_though_all_pages_arrive(make_machine: MakeMachine) -> None:
+    held(machine := make_machine())
+    machine.load(1, [move(0, 0, TARGET[0])], unserved=(BlockId(20), BlockId(21)))
+    assert machine.report(1).pages_done == 1
+    assert (machine.received, machine.invalid) == (["r"], {20, 21})
+
+
+def test_without_a_store_a_load_ends_where_host_memory_does(make_machine: MakeMachine) -> None:
+    expected = held(machine := make_machine())
+    pages = (move(0, 0, TARGET[0]), *fetches([1]), move(2, 2, TARGET[2]))
+    machine.engine.load(LoadOp(OpId(1), None, pages), None, machine.engine.fence())
+    report = machine.report(1)
+    assert (report.pages_done, report.reason) == (1, MissReason.ABSENT)
+    assert loaded(machine, [0]) == expected[:1]
+
+
+def short(content: bytes) -> bytes:
+    return content[:-100]
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) - 300
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+BAD = {
+    MissReason.SHORT: short,
+    MissReason.LONG: lambda content: content + b"x",
+    MissReason.CORRUPT: flipped,
+    MissReason.VERSION: lambda content: content[:8] + b"\x09" + content[9:],
+}
+
+
+def replace(store: WatchedStore, name: ObjectName, content: bytes | None) -> None:
+    store.delete(name)
+    if content is not None:
+        store.write(name, [memoryview(content)])
+    store.calls.clear()
+
+
+def content_of(store: WatchedStore, name: ObjectName) -> bytes:
+    buffer = bytearray(store.read(name, []))
+    store.read(name, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def check_third_page_missed(machine: Machine, store: WatchedStore, expected: list[bytes], reason: MissReason) -> None:
+    """Two pages arrive; the third is one miss and gone; nothing outside the invalid blocks has changed."""
+    rest = machine.rig.blocks(besides=list(blocks_of(range(NUM_PAGES))))
+    machine.load(1, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, reason)
+    assert loaded(machine, [0, 1]) == expected[:2]
+    assert machine.invalid == blocks_of([2, 3])
+    assert machine.rig.blocks(besides=list(blocks_of(range(NUM_PAGES)))) == rest
+    assert store.exists([name_of(2), name_of(3)]) == [False, True]
+    assert (machine.misses(), store.calls.count(("read", 2))) == ({reason: 1}, 1)
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_object_in_the_middle_ends_the_load_before_it_and_is_removed(
+    make_machine: MakeMachine, store: WatchedStore, reason: MissReason
+) -> None:
+    expected = stored(machine := make_machine())
+    replace(store, name_of(2), BAD[reason](content_of(store, name_of(2))))
+    check_third_page_missed(machine, store, expected, reason)
+
+
+def test_an_object_of_another_page_in_the_middle_is_foreign_and_removed(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    expected = stored(machine := make_machine())
+    replace(store, name_of(2), content_of(store, name_of(3)))
+    check_third_page_missed(machine, store, expected, MissReason.FOREIGN)
+
+
+def test_an_object_that_vanished_in_the_middle_is_one_miss(make_machine: MakeMachine, store: WatchedStore) -> None:
+    expected = stored(machine := make_machine())
+    replace(store, name_of(2), None)
+    check_third_page_missed(machine, store, expected, MissReason.ABSENT)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_page_that_lacks_one_of_its_objects_is_missed_as_a_whole(
+    make_machine: MakeMachine, store: WatchedStore, role: Role
+) -> None:
+    stored(machine := make_machine(Grid(2, 2)))
+    replace(store, name_of(1, role, 1, 0), None)
+    machine.load(1, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 1, MissReason.ABSENT)
+    assert machine.invalid == blocks_of([1, 2, 3])
+
+
+def test_a_flush_after_a_bad_object_was_found_heals_it(make_machine: MakeMachine, store: WatchedStore) -> None:
+    expected = held(machine := make_machine())
+    machine.flush(1, *range(NUM_PAGES))
+    assert machine.report(1).pages_done == NUM_PAGES
+    replace(store, name_of(0), b"")
+    machine.load(2, fetches([0]))
+    assert machine.report(2).reason == MissReason.SHORT
+    machine.flush(3, 0)
+    assert machine.report(3).pages_done == 1
+    machine.load(4, fetches([0]))
+    assert machine.report(4).pages_done == 1
+    assert loaded(machine, [0]) == expected[:1]
+
+
+def blocked_load(machine: Machine, store: WatchedStore, time_limit_s: float | None = None) -> Gate:
+    """A load whose first page is done and whose second one's read does not come back."""
+    store.before["read", 1] = gate = Gate()
+    machine.load(1, fetches(), time_limit_s)
+    gate.await_entry()
+    machine.until(lambda: machine.counted["bytes|load"] == machine.rig.pool.slot_bytes)
+    assert machine.received == []
+    return gate
+
+
+def check_cut(machine: Machine, gate: Gate, expected: list[bytes], reason: MissReason) -> None:
+    """Received before the read comes back, settled after it, and the engine's new bytes stay in the blocks."""
+    assert (machine.received, machine.invalid) == (["r"], blocks_of([1, 2, 3]))
+    for block in blocks_of([0, 1, 2, 3]):
+        write_block(machine.rig.tensors, block, 0x11)
+    machine.collect()
+    assert 1 not in machine.reports
+    gate.open()
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 2, reason)
+    machine.engine.close(PATIENCE_S)
+    assert {machine.rig.block(block) for block in blocks_of([0, 1, 2, 3])} == {b"\x11" * len(machine.rig.block(0))}
+    assert machine.rig.slot(NUM_PAGES + 1) == expected[1]
+    assert machine.received == ["r"]
+
+
+def test_a_load_past_its_time_limit_gives_its_blocks_back_before_the_store_answers(
+    make_machine: MakeMachine, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = stored(machine := make_machine(io_threads=1))
+    gate = blocked_load(machine, store, time_limit_s=3600)
+    now = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now + 3600)
+        machine.collect()
+    check_cut(machine, gate, expected, MissReason.TIMEOUT)
+
+
+def test_a_cancelled_load_gives_its_blocks_back_before_the_store_answers(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    expected = stored(machine := make_machine(io_threads=1))
+    gate = blocked_load(machine, store)
+    machine.engine.cancel(OpId(1))
+    machine.collect()
+    check_cut(machine, gate, expected, MissReason.CANCELLED)
+
+
+def test_a_load_that_is_cancelled_during_a_copy_keeps_its_blocks_until_the_copy_ends(
+    make_machine: MakeMachine,
+) -> None:
+    held(machine := make_machine())
+    machine.copier.before["load", 1] = gate = Gate()
+    machine.load(1, [move(number, number, TARGET[number]) for number in range(NUM_PAGES)])
+    gate.await_entry()
+    machine.engine.cancel(OpId(1))
+    machine.collect()
+    assert (machine.received, machine.reports.keys()) == ([], {101})
+    gate.open()
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 4, MissReason.CANCELLED)
+    assert (machine.received, machine.invalid) == (["r"], blocks_of([1, 2, 3]))
+
+
+def test_cancelling_what_has_ended_or_never_was_does_nothing(make_machine: MakeMachine) -> None:
+    held(machine := make_machine())
+    machine.load(1, [move(0, 0, TARGET[0])])
+    assert machine.report(1).pages_done == 1
+    for op in (1, 77):
+        machine.engine.cancel(OpId(op))
+    machine.collect()
+    assert (machine.reports.keys(), machine.received, machine.invalid) == ({101, 1}, ["r"], set())
+
+
+FAULTS = {
+    "a bug": (ValueError("x"), MissReason.ERROR),
+    "no memory": (MemoryError(), MissReason.ERROR),
+    "a foreign error": (OSError(5, "io"), MissReason.ERROR),
+    "a store error": (StoreError("s"), MissReason.ERROR),
+    "a deadline": (StoreTimeout("t"), MissReason.TIMEOUT),
+    "a store that is down": (StoreUnavailable("u"), MissReason.UNAVAILABLE),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_read_that_raises_fails_its_load_alone(make_machine: MakeMachine, store: WatchedStore, fault: str) -> None:
+    error, reason = FAULTS[fault]
+    expected = stored(machine := make_machine(io_threads=1))
+    store.before["read", 0] = raiser(error)
+    machine.load(1, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, reason)
+    assert (machine.invalid, machine.misses()) == (blocks_of(range(NUM_PAGES)), {reason: 1})
+    store.before.clear()
+    machine.load(2, fetches())
+    assert machine.report(2).pages_done == NUM_PAGES
+    assert loaded(machine) == expected
+    assert set(machine.health) == {1}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_write_that_raises_fails_its_flush_alone_and_is_counted(
+    make_machine: MakeMachine, store: WatchedStore, fault: str
+) -> None:
+    held(machine := make_machine(io_threads=1))
+    store.before["write", 1] = raiser(FAULTS[fault][0])
+    machine.flush(1, *range(NUM_PAGES))
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 1, MissReason.UNAVAILABLE)
+    assert machine.counted["errors|flush"] == 1
+    assert store.exists([name_of(number) for number in range(NUM_PAGES)]) == [True, False, False, False]
+    store.before.clear()
+    machine.flush(2, *range(NUM_PAGES))
+    assert machine.report(2).pages_done == NUM_PAGES
+
+
+@pytest.mark.parametrize("operation", ["load", "save"])
+def test_a_copy_that_raises_fails_its_operation_alone_and_is_counted(make_machine: MakeMachine, operation: str) -> None:
+    expected = held(machine := make_machine())
+    pages = [move(number, number, TARGET[number]) for number in range(NUM_PAGES)]
+    start = {"load": machine.load, "save": machine.save}[operation]
+    machine.copier.before[operation, 2] = raiser(RuntimeError("bug"))
+    start(1, pages)
+    assert (machine.report(1).pages_done, machine.reports[1].reason) == (2, MissReason.ERROR)
+    machine.until(lambda: machine.counted["errors|copy"] == 1)
+    machine.copier.before.clear()
+    start(2, pages)
+    assert machine.report(2).pages_done == NUM_PAGES
+    assert operation == "save" or loaded(machine) == expected
+
+
+def test_pages_whose_copy_failed_are_still_held_for_the_next_load(make_machine: MakeMachine) -> None:
+    stored(machine := make_machine(io_threads=1))
+    machine.copier.before["load", NUM_PAGES] = raiser(RuntimeError("bug"))
+    machine.load(1, fetches([0]))
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 1, MissReason.ERROR)
+    assert machine.invalid == blocks_of([0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_fails_its_load_alone_is_seen_and_replaced(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    expected = stored(machine := make_machine(io_threads=1))
+    store.before["read", 0] = raiser(SystemExit())
+    machine.load(1, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, MissReason.ERROR)
+    machine.until(lambda: 0 in machine.health)
+    store.before.clear()
+    machine.load(2, fetches())
+    assert machine.report(2).pages_done == NUM_PAGES
+    assert loaded(machine) == expected
+    assert machine.health[-1] == 1
+
+
+def test_a_store_that_is_removed_during_a_load_ends_it_with_what_had_arrived(
+    make_machine: MakeMachine, store: WatchedStore, tmp_path: Path
+) -> None:
+    expected = stored(machine := make_machine(io_threads=1))
+    store.before["read", 2] = lambda: shutil.rmtree(tmp_path / "store")
+    machine.load(1, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, MissReason.ABSENT)
+    assert loaded(machine, [0, 1]) == expected[:2]
+    assert (machine.received, machine.invalid) == (["r"], blocks_of([2, 3]))
+
+
+def test_a_flush_beyond_the_queue_is_declined_at_once_and_can_be_offered_again(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    held(machine := make_machine(io_threads=1, flush_queue_pages=2))
+    store.before["write", 0] = gate = Gate()
+    machine.flush(1, 0)
+    gate.await_entry()
+    machine.flush(2, 1, 2)
+    machine.flush(3, 3)
+    machine.collect()
+    assert machine.reports[3] == OpReport(3, OpId(3), 0, 0, MissReason.NO_SLOT)
+    assert machine.counted["declined_pages|flush"] == 1
+    gate.open()
+    assert (machine.report(1).pages_done, machine.report(2).pages_done) == (1, 2)
+    machine.flush(4, 3)
+    assert machine.report(4).pages_done == 1
+
+
+def test_without_a_store_a_flush_is_declined(make_machine: MakeMachine) -> None:
+    held(machine := make_machine())
+    machine.chunks = None
+    machine.flush(1, 0, 1)
+    assert machine.report(1).pages_done == 0
+    assert machine.counted["declined_pages|flush"] == 2
+
+
+def test_loads_go_to_the_store_before_flushes_that_were_there_first(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    held(machine := make_machine(io_threads=1))
+    machine.flush(1, 3)
+    assert machine.report(1).pages_done == 1
+    store.before["write", 0] = gate = Gate()
+    machine.flush(2, 0, 1, 2)
+    gate.await_entry()
+    machine.load(3, fetches([3]))
+    gate.open()
+    assert machine.report(2).pages_done == 3
+    order = list(dict.fromkeys(store.calls))
+    assert order == [("write", 3), ("write", 0), ("read", 3), ("write", 1), ("write", 2)]
+
+
+def test_waiting_tasks_are_shown_by_queue(make_machine: MakeMachine, store: WatchedStore) -> None:
+    held(machine := make_machine(io_threads=1))
+    store.before["write", 0] = gate = Gate()
+    machine.flush(1, 0, 1, 2)
+    gate.await_entry()
+    machine.engine.collect()
+    assert machine.metrics.drain()["queue_depth|store_write"] == 2
+    gate.open()
+    assert machine.report(1).pages_done == 3
+
+
+def test_close_saves_and_flushes_what_is_queued(make_machine: MakeMachine, store: WatchedStore) -> None:
+    held(machine := make_machine(io_threads=1))
+    store.before["write", 0] = gate = Gate()
+    machine.flush(1, *range(NUM_PAGES))
+    gate.await_entry()
+    closer = threading.Thread(target=machine.engine.close, args=(PATIENCE_S,))
+    closer.start()
+    gate.open()
+    closer.join(PATIENCE_S)
+    assert store.exists([name_of(number) for number in range(NUM_PAGES)]) == [True] * NUM_PAGES
+    machine.collect()
+    assert machine.reports[1].pages_done == NUM_PAGES
+
+
+def test_close_says_how_many_pages_it_left_behind(
+    make_machine: MakeMachine, store: WatchedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    held(machine := make_machine(io_threads=1))
+    store.before["write", 0] = gate = Gate()
+    machine.flush(1, *range(NUM_PAGES))
+    gate.await_entry()
+    with caplog.at_level(logging.WARNING):
+        machine.engine.close(0.0)
+    gate.open()
+    assert "3 pages not yet saved or flushed after 0.0 s" in caplog.text
+    assert "shutdown_timeout_s" in caplog.text

@@ -1,0 +1,59 @@
+"""The host pool: slots that do not overlap, cells at their offsets, and sizes that are refused."""
+
+from __future__ import annotations
+
+import pytest
+from transfer_fixtures import Layout, Rig
+
+from vllm_hicache.errors import ConfigError
+from vllm_hicache.grid import Grid
+from vllm_hicache.names import Slot
+from vllm_hicache.transfer.host import HostPool
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig(Layout(layers=3, heads=4, draft_layers=2), grid=Grid(2, 2), num_slots=3)
+    rig.pool.tensor.zero_()
+    return rig
+
+
+def test_slots_are_disjoint() -> None:
+    pool = HostPool(3, 100)
+    for slot in range(3):
+        pool.tensor[slot].fill_(slot + 1)
+    assert [pool.tensor[slot].unique().tolist() for slot in range(3)] == [[1], [2], [3]]
+    assert (pool.num_slots, pool.slot_bytes, pool.tensor.shape) == (3, 100, (3, 100))
+
+
+def test_the_cells_of_a_slot_tile_it_without_gaps_or_overlaps(rig: Rig) -> None:
+    for number, cell in enumerate(rig.geometry.cells, start=1):
+        view = rig.pool.cell(Slot(1), cell)
+        assert view.nbytes == cell.num_bytes
+        view[:] = bytes([number]) * view.nbytes
+    expected = b"".join(bytes([n]) * cell.num_bytes for n, cell in enumerate(rig.geometry.cells, start=1))
+    assert rig.slot(1) == expected
+    assert rig.slot(0) == rig.slot(2) == bytes(rig.pool.slot_bytes)
+
+
+def test_the_units_of_a_cell_are_its_bytes_by_head_layer_and_block(rig: Rig) -> None:
+    cell = rig.geometry.cells[-1]
+    units = rig.pool.units(Slot(2), cell, 2)
+    units[1, 0, 1] = 7
+    at = (1 * cell.num_layers + 0) * cell.unit_bytes + cell.unit_bytes // 2
+    payload = bytes(rig.pool.cell(Slot(2), cell))
+    assert units.shape == (cell.num_heads, cell.num_layers, 2, rig.layout.slab_bytes)
+    assert payload[at : at + rig.layout.slab_bytes] == b"\x07" * rig.layout.slab_bytes
+    assert payload.count(7) == rig.layout.slab_bytes
+
+
+@pytest.mark.parametrize("num_slots", [0, -1])
+def test_a_pool_without_a_slot_is_refused_with_the_size_of_a_page(num_slots: int) -> None:
+    with pytest.raises(ConfigError, match=rf"holds {num_slots} pages.*takes 3MiB.*host_memory"):
+        HostPool(num_slots, 3 << 20)
+
+
+@pytest.mark.parametrize("num_slots", [1 << 40, 1 << 60], ids=["no such memory", "no such address"])
+def test_a_pool_that_cannot_be_mapped_is_refused_with_its_size(num_slots: int) -> None:
+    with pytest.raises(ConfigError, match=r"PiB cannot be mapped.*set a smaller host_memory"):
+        HostPool(num_slots, 1 << 20)
