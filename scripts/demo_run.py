@@ -45,16 +45,23 @@ WARM_UP_SESSION = 0xFFFFFFFF
 
 @dataclass(slots=True)
 class Talk:
-    """The sessions of one prompt length: their prompts, and what vLLM's own prefix cache answers to each."""
+    """The sessions of one prompt length.
+
+    `alone` is what vLLM without the connector answers to session 0 from its prefix cache; `references` are what the
+    prefix cache gives, session by session, in the engine with the connector, before anything was restored to it.
+    """
 
     record: LengthRecord
     prompts: list[list[int]]
-    references: dict[int, Answer] = field(default_factory=dict)
+    references: list[Answer] = field(default_factory=list)
+    alone: Answer | None = None
 
-    def note(self, kind: str, session: int, answer: Answer) -> None:
-        """Keep a sample, and compare what it says with the reference for its session."""
+    def sample(self, kind: str, answer: Answer, reference: Answer | None = None) -> Answer:
+        """Keep a sample, and compare what it says with a reference."""
         self.record.samples.setdefault(kind, []).append(answer)
-        self.record.comparisons.append(Comparison.of(kind, answer, self.references[session]))
+        if reference is not None:
+            self.record.comparisons.append(Comparison.of(kind, answer, reference))
+        return answer
 
 
 class Demo:
@@ -77,7 +84,7 @@ class Demo:
         self.say("starting vLLM without the connector (half a minute)")
         with self._start(None, log) as plain:
             self.say(f"{len(LENGTHS)} prompts from scratch, then from vLLM's own prefix cache (a minute)")
-            self._make_references(plain)
+            self._start_alone(plain)
             self.say("starting vLLM with the connector (half a minute)")
             with self._start(connector, log) as cached:
                 self.say(f"{NUM_SESSIONS * len(LENGTHS)} prompts from scratch, which are saved (2-3 minutes)")
@@ -113,48 +120,43 @@ class Demo:
         engine.settle()
         return answer
 
-    def _make_references(self, plain: Engine) -> None:
+    def _start_alone(self, plain: Engine) -> None:
         for talk in self._talks:
-            cold = self._ask(plain, talk.prompts[0])
-            talk.references[0] = self._ask(plain, talk.prompts[0])
-            talk.record.samples["cold"] = [cold]
+            talk.sample("cold", self._ask(plain, talk.prompts[0]))
+            talk.alone = self._ask(plain, talk.prompts[0])
 
     def _fill(self, cached: Engine) -> None:
-        """Compute all sessions; the further ones have their device hit in this engine for a reference."""
+        """Compute all sessions, and ask again while they are on the device, for a reference."""
         for talk in self._talks:
-            for session, prompt in enumerate(talk.prompts):
-                cold = self._ask(cached, prompt)
-                talk.record.samples.setdefault("cold_connector", []).append(cold)
-                if session not in talk.references:
-                    talk.references[session] = self._ask(cached, prompt)
+            for prompt in talk.prompts:
+                talk.sample("cold_connector", self._ask(cached, prompt))
+                talk.references.append(self._ask(cached, prompt))
+            if talk.alone is not None:
+                talk.record.comparisons.append(Comparison.of("alone", talk.references[0], talk.alone))
 
     def _measure_host(self, cached: Engine, plain: Engine) -> None:
         for _ in range(self._rounds):
             for talk in self._talks:
                 cached.forget_device()
-                talk.note("host", 0, self._ask(cached, talk.prompts[0]))
-                talk.note("device_connector", 0, self._ask(cached, talk.prompts[0]))
-                talk.note("device", 0, self._ask(plain, talk.prompts[0]))
+                talk.sample("host", self._ask(cached, talk.prompts[0]), talk.references[0])
+                talk.sample("device_connector", self._ask(cached, talk.prompts[0]), talk.references[0])
+                talk.sample("device", self._ask(plain, talk.prompts[0]), talk.alone)
 
     def _measure_next_turns(self, cached: Engine, plain: Engine) -> None:
         for talk in self._talks:
-            said = talk.references[0].tokens
             for number in range(NUM_TURNS):
-                prompt = next_turn(talk.prompts[0], said, number, self._encode)
-                cached.forget_device()
-                answer = self._ask(cached, prompt)
-                talk.record.samples.setdefault("turn_host", []).append(answer)
-                own = self._ask(plain, prompt)
-                talk.record.samples.setdefault("turn_device", []).append(own)
-                talk.record.comparisons.append(Comparison.of("turn_host", answer, own))
+                prompt = next_turn(talk.prompts[0], talk.references[0].tokens, number, self._encode)
                 talk.record.turn_tokens.append(len(prompt))
+                cached.forget_device()
+                own = talk.sample("turn_device", self._ask(plain, prompt))
+                talk.sample("turn_host", self._ask(cached, prompt), own)
 
     def _measure_store(self, again: Engine, plain: Engine) -> None:
         """Each session once, for a store hit leaves its pages in host memory."""
         for session in range(NUM_SESSIONS):
             for talk in self._talks:
-                talk.note("store", session, self._ask(again, talk.prompts[session]))
-                talk.note("device_later", 0, self._ask(plain, talk.prompts[0]))
+                talk.sample("store", self._ask(again, talk.prompts[session]), talk.references[session])
+                talk.sample("device_later", self._ask(plain, talk.prompts[0]), talk.alone)
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -89,7 +89,7 @@ class Engine:
                 pass_fds=(theirs,),
                 env={**ENVIRONMENT, **os.environ},
             )
-        self._answers = open(answers)
+        self._answers = os.fdopen(answers)
         try:
             hello = self._read()
         except BaseException:

@@ -52,9 +52,7 @@ def packages(tmp_path: Path) -> Callable[..., Path]:
                 info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
                 info.mkdir(parents=True)
                 pinned = f"Requires-Dist: {requires}\n" if requires and name == "torchvision" else ""
-                (info / "METADATA").write_text(
-                    f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{pinned}"
-                )
+                (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{pinned}")
                 if name == "vllm-hicache":
                     entry = "[vllm.general_plugins]\nhicache = vllm_hicache.connectors.plugin:register\n"
                     (info / "entry_points.txt").write_text(entry)
@@ -133,9 +131,7 @@ def objects(store: Store) -> set[ObjectName]:
     return {info.name for info in store.list("")}
 
 
-def test_a_good_setup_is_fine(
-    run: Doctor, store: FileStore, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_good_setup_is_fine(run: Doctor, store: FileStore, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--model", str(model), *options(store)) == 0
     report = capsys.readouterr().out
     assert report.splitlines()[-1].startswith("fine: ")
@@ -261,9 +257,7 @@ def test_a_model_without_weights_fails_unless_its_id_is_pinned(
     assert named(capsys.readouterr().out, "namespace")["model"] == "ok id:mine"
 
 
-def test_settings_show_which_are_defaults(
-    run: Doctor, store: FileStore, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_show_which_are_defaults(run: Doctor, store: FileStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*options(store, io_threads=4)) == 0
     settings = named(capsys.readouterr().out, "settings")
     assert settings["io_threads"] == "ok 4"
@@ -482,9 +476,7 @@ def test_a_multimodal_models_language_model_is_read(tmp_path: Path) -> None:
     assert facts.kv_bytes_per_token == KV_BYTES_PER_TOKEN
 
 
-def test_a_full_store_is_not_made_to_evict(
-    run: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_store_is_not_made_to_evict(run: Doctor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = FileStore(str(tmp_path / "small"), 1 << 20)
     store.probe()
     store.write(ObjectName("a/b"), [memoryview(bytes(1 << 19))])

@@ -90,9 +90,7 @@ def test_only_the_command_asked_for_is_imported() -> None:
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ObjectMissing, StoreUnavailable])
-def test_an_error_the_user_can_mend_is_one_line(
-    kind: type[Exception], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_the_user_can_mend_is_one_line(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     assert front.run_guarded(raising(kind("host_memory is 0:\n  give it 1GiB")), argparse.Namespace()) == 2
     captured = capsys.readouterr()
     assert captured.err == "vllm-hicache: error: host_memory is 0: give it 1GiB\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -408,7 +409,7 @@ def test_an_adapter_with_broken_files_cannot_be_told_apart(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("path", ["someone/an-adapter", "~/no/such/adapter", "/no/such/adapter"])
 def test_an_adapter_without_local_files_cannot_be_told_apart(path: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{path}' are not on this machine"):
+    with pytest.raises(ConfigError, match=f"'{os.path.expanduser(path)}' are not on this machine"):
         AdapterVersions().adapter(lora(Path(path)))
 
 

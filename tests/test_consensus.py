@@ -80,7 +80,6 @@ def test_an_unknown_rank_or_an_operation_never_opened_is_a_bug_with_numbers(rank
     assert ledger.num_open == 1
 
 
-@pytest.mark.xfail(reason="numbers below 1 pass for operations that were acknowledged", strict=True)
 @pytest.mark.parametrize("op", [0, -1])
 def test_a_number_below_the_first_is_an_operation_never_opened(op: int) -> None:
     with pytest.raises(InvariantError, match=f"operation {op}"):

@@ -159,17 +159,12 @@ def test_a_safetensors_file_that_ends_within_its_table_is_refused(kept: int, tmp
         weights_fingerprint(tmp_path / "m")
 
 
-PADDING = pytest.mark.xfail(
-    reason="the table's length is compared with the file's, its own 8 bytes forgotten", strict=True
-)
-
-
-@pytest.mark.parametrize("missing", [8, pytest.param(1, marks=PADDING)])
+@pytest.mark.parametrize("missing", [8, 1])
 def test_a_safetensors_file_that_ends_just_before_its_tables_end_is_refused(missing: int, tmp_path: Path) -> None:
     file = a_model(tmp_path / "m") / "model.safetensors"
     table_bytes = int.from_bytes(file.read_bytes()[:8], "little")
     file.write_bytes(file.read_bytes()[: 8 + table_bytes - missing])
-    with pytest.raises(ConfigError, match=r"model\.safetensors' .*: replace the file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors' .*; replace the file"):
         weights_fingerprint(tmp_path / "m")
 
 
@@ -195,7 +190,6 @@ def test_a_config_that_is_no_json_is_refused_by_path(tmp_path: Path) -> None:
         weights_fingerprint(model)
 
 
-@pytest.mark.xfail(reason="AttributeError instead of a ConfigError", strict=True, raises=AttributeError)
 def test_a_config_that_is_no_mapping_is_refused_by_path(tmp_path: Path) -> None:
     model = a_model(tmp_path / "m")
     (model / "config.json").write_text("[]")

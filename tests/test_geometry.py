@@ -89,7 +89,6 @@ def test_layers_of_one_role_and_two_shapes_are_refused_with_both(odd: tuple[int,
     assert str(odd) in str(refusal.value)
 
 
-@pytest.mark.xfail(reason="the message has the shapes and not the names of layers that have them", strict=True)
 def test_a_layer_of_another_shape_is_refused_by_its_name() -> None:
     shapes = (*layers(2), LayerShape("model.layers.2.odd", Role.TARGET, 2, 4, 64))
     with pytest.raises(ConfigError, match=r"model\.layers\.2\.odd"):

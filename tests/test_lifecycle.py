@@ -26,6 +26,8 @@ from simulated_engine import (
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
+from vllm_hicache.storage.envelope import namespace_part
+
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
@@ -484,8 +486,8 @@ class TestReset:
         engine.run(lambda: copies.load.num_waiting > 0)
         engine.scheduler.reset_connector_cache()
         copies.load.open()
-        engine.run_until_finished(name)
         engine.run()
+        assert engine.tier.num_free == engine.tier.num_slots
         engine.drop_device()
         assert engine.serve(prompt(100)).num_external == 0
 
@@ -501,8 +503,18 @@ class TestReset:
         engine.scheduler.reset_connector_cache()
         gate.open()
         engine.run()
+        assert engine.tier.num_free == engine.tier.num_slots
         engine.drop_device()
         assert engine.serve(prompt(100)).num_external == 0
+
+    def test_no_page_from_before_is_flushed_into_the_new_namespace(self, start: Start, tmp_path: Path) -> None:
+        engine = start()
+        engine.run_until_finished(engine.add(prompt(100)))
+        engine.run(lambda: engine.tier.num_leases > 0 and engine.tier.num_reserved == 0)
+        engine.scheduler.reset_connector_cache()
+        engine.run()
+        new = namespace_part(engine.half.namespace.digest())
+        assert not [path for path in (tmp_path / "store").rglob("*.target.*") if new in path.parts]
 
     def test_a_request_that_runs_across_a_reset_saves_nothing(self, start: Start) -> None:
         engine = start()
@@ -516,10 +528,10 @@ class TestReset:
 class TestTraffic:
     @pytest.mark.parametrize("prefetch", ["timeout", "wait_complete", "best_effort"])
     @pytest.mark.parametrize("write", ["through", "selective", "back"])
-    def test_hundreds_of_random_requests_each_see_the_right_bytes(self, start: Start, write: str, prefetch: str) -> None:
-        engine = start(
-            num_blocks=40, num_slots=24, step_tokens=64, policy="priority", write=write, prefetch=prefetch
-        )
+    def test_hundreds_of_random_requests_each_see_the_right_bytes(
+        self, start: Start, write: str, prefetch: str
+    ) -> None:
+        engine = start(num_blocks=40, num_slots=24, step_tokens=64, policy="priority", write=write, prefetch=prefetch)
         Traffic(engine, seed=len(write + prefetch), salts=(None, "a")).run(600)
         engine.run()
         assert sum(job.request.num_preemptions for job in engine.jobs.values()) > 0

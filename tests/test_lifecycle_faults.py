@@ -310,9 +310,7 @@ class TestHangingStore:
         engine.run(lambda: engine.num_held_blocks == 0)
         faults.gates["write"].open()
 
-    def test_a_full_flush_queue_declines_and_the_next_hit_offers_again(
-        self, start: Start, faults: StoreFaults
-    ) -> None:
+    def test_a_full_flush_queue_declines_and_the_next_hit_offers_again(self, start: Start, faults: StoreFaults) -> None:
         engine = start(flush_queue_pages=2)
         job = engine.serve(TEXT)
         assert engine.counters["declined_pages|flush"] > 0

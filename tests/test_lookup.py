@@ -130,9 +130,6 @@ def test_a_store_that_raises_has_no_pages_and_the_thread_lives(
         assert answer(lookups.begin(KEYS[:2], chunks)) == (0 if fault else 2)
 
 
-@pytest.mark.xfail(
-    reason="ChunkStore.present hides the failure from the lookup, and its count is not exported", strict=True
-)
 def test_a_store_that_raises_is_counted(
     lookups: StoreLookups, chunks: ChunkStore, gate: Gate, metrics: Metrics
 ) -> None:

@@ -164,7 +164,7 @@ class Rig:
         plan = self.half.plan()
         for op in (*plan.loads, *plan.saves, *plan.flushes):
             self._check_slots(op)
-            self.open[op.op] = (op, plan.namespace, set(self.ranks))
+            self.open[op.op] = (op, getattr(op, "namespace", b""), set(self.ranks))
         return plan
 
     def report(
@@ -326,7 +326,7 @@ def test_a_request_nobody_announced_is_left_alone(make: MakeRig) -> None:
     assert rig.match("ghost") == Offer()
     rig.half.allocated(RequestId("ghost"), rig.blocks("ghost"), 64)
     rig.compute("ghost")
-    assert rig.plan() == Plan(SPACE.digest())
+    assert rig.plan() == Plan()
 
 
 @pytest.mark.parametrize("other", [{"salt": "tenant"}, {"extras": [ExtraKey(0, 9, "image", b"cat")]}])
@@ -472,9 +472,6 @@ def test_a_report_of_a_rank_that_does_not_exist_is_a_stop(make: MakeRig) -> None
         make().half.report([OpReport(7, OpId(1), 0, 0)])
 
 
-@pytest.mark.xfail(
-    reason="a save acknowledged before the one it follows is dropped and never offered again", strict=True
-)
 def test_saves_acknowledged_out_of_order_are_not_lost(make: MakeRig) -> None:
     rig = make()
     rig.begin("a", prompt(2))
@@ -489,7 +486,6 @@ def test_saves_acknowledged_out_of_order_are_not_lost(make: MakeRig) -> None:
     assert rig.half.tier.num_free == 62
 
 
-@pytest.mark.xfail(reason="a request that left its pages to another's save is not told when that fails", strict=True)
 def test_pages_that_another_request_failed_to_save_are_saved_by_who_has_them(make: MakeRig) -> None:
     rig = make()
     for name in ("a", "b"):
@@ -876,7 +872,6 @@ def test_blocks_that_were_promised_and_for_which_no_slot_is_left_are_named(
     assert rig.match("c") == Offer(PAGE)
 
 
-@pytest.mark.xfail(reason="write-back begins anew in every plan while the store refuses", strict=True)
 def test_a_store_that_is_down_does_not_keep_an_idle_engine_stepping(
     make: MakeRig, open_store: Callable[[bytes], ChunkStore]
 ) -> None:
@@ -922,7 +917,6 @@ def test_best_effort_never_waits_for_a_slow_lookup(
     assert not rig.plan().loads
 
 
-@pytest.mark.xfail(reason="a page that is on its way makes a request wait under every policy", strict=True)
 def test_best_effort_never_waits_for_pages_on_their_way(
     make: MakeRig, open_store: Callable[[bytes], ChunkStore]
 ) -> None:
@@ -970,7 +964,7 @@ def test_after_a_reset_nothing_is_found_in_host_memory_or_store(
     rig = make(open_store)
     rig.run("a", prompt(2))
     rig.half.reset("nonce")
-    assert (rig.half.namespace.generation, rig.plan().namespace) == ("0+nonce", SPACE.bumped("nonce").digest())
+    assert rig.half.namespace == SPACE.bumped("nonce")
     rig.begin("b", prompt(2.5))
     assert rig.match("b") == Offer()
     assert rig.half.tier.num_free == 64
@@ -983,7 +977,7 @@ def test_a_request_that_runs_across_a_reset_is_neither_loaded_nor_saved(make: Ma
     rig.half.reset("nonce")
     assert rig.admit("b") == 0
     rig.compute("b")
-    assert rig.plan() == Plan(SPACE.bumped("nonce").digest())
+    assert rig.plan() == Plan()
 
 
 def test_a_promise_made_before_a_reset_is_not_kept(make: MakeRig) -> None:
@@ -1033,9 +1027,8 @@ def test_a_flush_that_ends_after_a_reset_marks_nothing(
     rig.report(save)
     (flush,) = rig.plan().flushes
     rig.half.reset("nonce")
-    rig.half.events.take()
     rig.report(flush)
-    assert rig.half.events.take() == []
+    assert all(isinstance(event, PageRemoved) for event in rig.half.events.take()[2:])
     assert rig.half.tier.num_free == 64
 
 
@@ -1051,7 +1044,6 @@ def test_a_save_that_ends_after_a_reset_is_not_flushed(
     assert not rig.plan().flushes
 
 
-@pytest.mark.xfail(reason="a flush that waits for its plan is sent under the namespace after the reset", strict=True)
 def test_pages_from_before_a_reset_are_never_written_under_the_new_namespace(
     make: MakeRig, open_store: Callable[[bytes], ChunkStore]
 ) -> None:
@@ -1061,13 +1053,12 @@ def test_pages_from_before_a_reset_are_never_written_under_the_new_namespace(
     (save,) = rig.plan().saves
     rig.report(save)
     rig.half.reset("nonce")
-    plan = rig.plan()
-    assert not (plan.flushes and plan.namespace == SPACE.bumped("nonce").digest())
+    (flush,) = rig.plan().flushes
+    assert flush.namespace == SPACE.digest()
+    rig.report(flush)
 
 
-@pytest.mark.parametrize(
-    "pinned", [False, pytest.param(True, marks=pytest.mark.xfail(reason="not told of", strict=True))]
-)
+@pytest.mark.parametrize("pinned", [False, True])
 def test_every_page_that_a_reset_removes_is_told_of(pinned: bool, make: MakeRig) -> None:
     rig = make(events=True)
     rig.run("a", prompt(2))
@@ -1156,8 +1147,10 @@ def test_a_name_can_be_used_again_after_its_request_has_ended(make: MakeRig) -> 
     rig.run("a", prompt(2))
     load = loading(rig, "b")
     rig.finish("b")
-    assert loading(rig, "b").op == load.op + 1
+    second = loading(rig, "b")
+    assert second.op == load.op + 1
     rig.report(load, 0, reason=MissReason.ERROR)
+    rig.report(second)
     assert rig.match("b") == Offer(2 * PAGE)
 
 

@@ -55,7 +55,10 @@ def a_record(prompt_tokens: int, **changed: list[Answer]) -> LengthRecord:
         "turn_host": [answer(0.7, host=7808)],
         "turn_device": [answer(0.7, device=7808)],
     } | changed
-    record.comparisons = [Comparison.of("host", record.samples["host"][0], answer(0.5))]
+    record.comparisons = [
+        Comparison.of("host", record.samples["host"][0], answer(0.5, device=7808)),
+        Comparison.of("alone", answer(0.5, device=7808), answer(0.5, device=7808)),
+    ]
     return record
 
 
@@ -137,9 +140,16 @@ def test_a_demo_that_did_not_says_what_is_wrong(changed: dict[str, list[Answer]]
     assert sentence in problems[0]
 
 
-def test_log_probabilities_are_compared_up_to_the_first_different_token() -> None:
-    other = replace(answer(1.0), tokens=[1, 8, 3], logprobs=[-0.15, -9.0, -9.0])
-    assert Comparison.of("host", other, answer(1.0)) == Comparison("host", False, pytest.approx(0.05))
+def test_equal_work_must_give_equal_answers() -> None:
+    own, near = answer(1.0, device=128), replace(answer(1.0, host=128), logprobs=[-0.1, -0.21, -0.3])
+    assert Comparison.of("host", replace(own, hit_tokens={"host": 128}), own).holds
+    assert not Comparison.of("host", near, own).holds
+
+
+@pytest.mark.parametrize(("logprob", "holds"), [(-0.3, True), (-0.9, False)])
+def test_unequal_work_may_round_differently_and_swap_two_like_tokens(logprob: float, holds: bool) -> None:
+    swapped = replace(answer(1.0, host=127), tokens=[1, 8, 3], logprobs=[-0.1, logprob, -9.0])
+    assert Comparison.of("alone", swapped, answer(1.0)).holds is holds
 
 
 def test_the_demos_table_bars_and_chart_show_every_tier(tmp_path: Path) -> None:

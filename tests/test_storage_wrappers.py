@@ -179,9 +179,10 @@ def test_a_fault_while_saving_is_a_store_error_with_its_cause(store: FileStore, 
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
-def test_a_store_that_cannot_tell_what_is_there_has_nothing(store: FileStore, fault: Exception) -> None:
+def test_a_store_that_cannot_tell_what_is_there_says_so(store: FileStore, fault: Exception) -> None:
     view = chunks(Faulty(store, fault, "exists"))
-    assert view.present([CHUNK, OTHER]) == [False, False]
+    with pytest.raises(StoreError):
+        view.present([CHUNK, OTHER])
     assert view.misses() == {MissReason.ERROR: 1}
 
 

@@ -173,7 +173,7 @@ def test_blocks_that_got_no_slot_are_invalid_though_all_pages_arrive(make_machin
 def test_without_a_store_a_load_ends_where_host_memory_does(make_machine: MakeMachine) -> None:
     expected = held(machine := make_machine())
     pages = (move(0, 0, TARGET[0]), *fetches([1]), move(2, 2, TARGET[2]))
-    machine.engine.load(LoadOp(OpId(1), None, pages), None, machine.engine.fence())
+    machine.engine.load(LoadOp(OpId(1), NAMESPACE, None, pages), None, machine.engine.fence())
     report = machine.report(1)
     assert (report.pages_done, report.reason) == (1, MissReason.ABSENT)
     assert loaded(machine, [0]) == expected[:1]

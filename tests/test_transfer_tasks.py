@@ -24,7 +24,7 @@ def load_op(kinds: Sequence[str], time_limit_s: float | None = None) -> LoadOp:
     for index, kind in enumerate(kinds):
         from_store, to_device = KINDS[kind]
         pages.append(move(index, index, [10 + index] if to_device else [], from_store=from_store))
-    return LoadOp(OpId(7), RequestId("r"), tuple(pages), time_limit_s, (BlockId(99),))
+    return LoadOp(OpId(7), b"", RequestId("r"), tuple(pages), time_limit_s, (BlockId(99),))
 
 
 class Driver:

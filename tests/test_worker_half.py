@@ -80,13 +80,13 @@ def saves(op: int = 1) -> tuple[SaveOp, ...]:
     return (SaveOp(OpId(op), tuple(move(n, n, blocks) for n, blocks in enumerate(SOURCE))),)
 
 
-def loads(op: int, from_store: bool, first_slot: int) -> tuple[LoadOp, ...]:
+def loads(op: int, from_store: bool, first_slot: int, namespace: bytes = NAMESPACE) -> tuple[LoadOp, ...]:
     pages = tuple(move(n, first_slot + n, blocks, 0, from_store) for n, blocks in enumerate(TARGET))
-    return (LoadOp(OpId(op), RequestId("r"), pages),)
+    return (LoadOp(OpId(op), namespace, RequestId("r"), pages),)
 
 
 def flushes(op: int) -> tuple[FlushOp, ...]:
-    return (FlushOp(OpId(op), tuple(move(n, n) for n in range(3))),)
+    return (FlushOp(OpId(op), NAMESPACE, tuple(move(n, n) for n in range(3))),)
 
 
 def step(half: WorkerHalf, plan: Plan) -> None:
@@ -139,11 +139,11 @@ def test_an_engine_without_attention_layers_is_refused(make_half: MakeHalf) -> N
 def test_pages_come_back_from_host_memory_byte_for_byte_in_other_blocks(make_half: MakeHalf) -> None:
     tensors = device_tensors(LAYOUT)
     half, expected = make_half(tensors), pages(tensors, SOURCE)
-    step(half, Plan(NAMESPACE, saves=saves()))
+    step(half, Plan(saves=saves()))
     assert collected(half, 1) == StepResult((done(1, 3),))
     for block in range(LAYOUT.blocks):
         write_block(tensors, block)
-    step(half, Plan(NAMESPACE, loads=loads(2, False, 0)))
+    step(half, Plan(loads=loads(2, False, 0)))
     assert collected(half, 1) == StepResult((done(2, 3),), frozenset(["r"]))
     assert pages(tensors, TARGET) == expected
 
@@ -152,24 +152,24 @@ def test_pages_come_back_from_host_memory_byte_for_byte_in_other_blocks(make_hal
 def test_pages_come_back_through_the_store_in_another_engine(make_half: MakeHalf, block_major: bool) -> None:
     tensors = device_tensors(LAYOUT)
     writer, expected = make_half(tensors), pages(tensors, SOURCE)
-    step(writer, Plan(NAMESPACE, saves=saves()))
+    step(writer, Plan(saves=saves()))
     assert collected(writer, 1).reports == (done(1, 3),)
-    step(writer, Plan(NAMESPACE, flushes=flushes(2)))
+    step(writer, Plan(flushes=flushes(2)))
     assert collected(writer, 1).reports == (done(2, 3),)
     other = device_tensors(Layout(layers=3, draft_layers=2, block_major=block_major), seed=9)
     reader = make_half(other)
-    step(reader, Plan(NAMESPACE, loads=loads(1, True, 4)))
+    step(reader, Plan(loads=loads(1, True, 4)))
     assert collected(reader, 1) == StepResult((done(1, 3),), frozenset(["r"]))
     assert pages(other, TARGET) == expected
 
 
 def test_nothing_is_found_under_another_namespace(make_half: MakeHalf) -> None:
     half = make_half(device_tensors(LAYOUT))
-    step(half, Plan(NAMESPACE, saves=saves(), flushes=()))
+    step(half, Plan(saves=saves(), flushes=()))
     assert collected(half, 1).reports == (done(1, 3),)
-    step(half, Plan(NAMESPACE, flushes=flushes(2)))
+    step(half, Plan(flushes=flushes(2)))
     assert collected(half, 1).reports == (done(2, 3),)
-    step(half, Plan(b"m" * 32, loads=loads(3, True, 4)))
+    step(half, Plan(loads=loads(3, True, 4, b"m" * 32)))
     result = collected(half, 1)
     assert result.reports == (OpReport(5, OpId(3), 0, 0, MissReason.ABSENT),)
     assert result.invalid_blocks == {BlockId(block) for page in TARGET for block in page}
@@ -177,14 +177,14 @@ def test_nothing_is_found_under_another_namespace(make_half: MakeHalf) -> None:
 
 def test_a_save_takes_the_bytes_at_its_commit_and_not_those_before_the_forward_pass(make_half: MakeHalf) -> None:
     tensors = device_tensors(LAYOUT)
-    half, plan = make_half(tensors), Plan(NAMESPACE, saves=saves())
+    half, plan = make_half(tensors), Plan(saves=saves())
     half.start_loads(plan)
     for block in range(6):
         write_block(tensors, block, 0x11 + block)
     expected = pages(tensors, SOURCE)
     half.commit_saves(plan)
     assert collected(half, 1).reports == (done(1, 3),)
-    step(half, Plan(NAMESPACE, loads=loads(2, False, 0)))
+    step(half, Plan(loads=loads(2, False, 0)))
     assert collected(half, 1).reports == (done(2, 3),)
     assert pages(tensors, TARGET) == expected
 
@@ -192,10 +192,10 @@ def test_a_save_takes_the_bytes_at_its_commit_and_not_those_before_the_forward_p
 def test_one_plan_carries_loads_saves_and_flushes_together(make_half: MakeHalf) -> None:
     tensors = device_tensors(LAYOUT)
     half, expected = make_half(tensors), pages(tensors, SOURCE)
-    step(half, Plan(NAMESPACE, saves=saves()))
+    step(half, Plan(saves=saves()))
     assert collected(half, 1).reports == (done(1, 3),)
     more = (SaveOp(OpId(4), (move(9, 7, [20, 21]),)),)
-    step(half, Plan(NAMESPACE, loads(2, False, 0), more, flushes(3)))
+    step(half, Plan(loads(2, False, 0), more, flushes(3)))
     assert collected(half, 3).reports == (done(2, 3), done(3, 3), done(4, 1))
     assert pages(tensors, TARGET) == expected
 
@@ -203,9 +203,9 @@ def test_one_plan_carries_loads_saves_and_flushes_together(make_half: MakeHalf) 
 def test_a_cancelled_load_is_received_before_the_store_answers(make_half: MakeHalf, store: WatchedStore) -> None:
     half, gate = make_half(device_tensors(LAYOUT)), Gate()
     store.before["read", 0] = gate
-    half.start_loads(Plan(NAMESPACE, loads=loads(1, True, 0)))
+    half.start_loads(Plan(loads=loads(1, True, 0)))
     gate.await_entry()
-    half.start_loads(Plan(NAMESPACE, cancels=(OpId(1),)))
+    half.start_loads(Plan(cancels=(OpId(1),)))
     received = half.collect()
     gate.open()
     assert received == StepResult((), frozenset(["r"]), frozenset(BlockId(at) for page in TARGET for at in page))
@@ -215,7 +215,7 @@ def test_a_cancelled_load_is_received_before_the_store_answers(make_half: MakeHa
 def test_without_a_store_loads_from_it_fail_and_flushes_are_declined(make_half: MakeHalf) -> None:
     config = Config.parse({"store": "none", "page_tokens": 8, "host_memory": 8 * PAGE_BYTES})
     half = WorkerHalf(config, 5, device_tensors(LAYOUT), 4, "test", Metrics(), 1 << 30)
-    step(half, Plan(NAMESPACE, loads=loads(1, True, 0), flushes=flushes(2)))
+    step(half, Plan(loads=loads(1, True, 0), flushes=flushes(2)))
     assert [report.pages_done for report in collected(half, 2).reports] == [0, 0]
     half.close()
 
@@ -223,11 +223,11 @@ def test_without_a_store_loads_from_it_fail_and_flushes_are_declined(make_half: 
 def test_close_writes_what_was_planned_to_the_store(make_half: MakeHalf) -> None:
     tensors = device_tensors(LAYOUT)
     half, expected = make_half(tensors), pages(tensors, SOURCE)
-    step(half, Plan(NAMESPACE, saves=saves()))
+    step(half, Plan(saves=saves()))
     assert collected(half, 1).reports == (done(1, 3),)
-    step(half, Plan(NAMESPACE, flushes=flushes(2)))
+    step(half, Plan(flushes=flushes(2)))
     half.close()
     reader = make_half(other := device_tensors(LAYOUT, seed=4))
-    step(reader, Plan(NAMESPACE, loads=loads(1, True, 0)))
+    step(reader, Plan(loads=loads(1, True, 0)))
     assert collected(reader, 1).reports == (done(1, 3),)
     assert pages(other, TARGET) == expected

@@ -281,14 +281,14 @@ class Machine:
         unserved: tuple[BlockId, ...] = (),
         request: RequestId | None = REQUEST,
     ) -> None:
-        whole = LoadOp(OpId(op), request, tuple(pages), time_limit_s, unserved)
+        whole = LoadOp(OpId(op), NAMESPACE, request, tuple(pages), time_limit_s, unserved)
         self.engine.load(whole, self.chunks, self.engine.fence())
 
     def save(self, op: int, pages: Sequence[PageMove]) -> None:
         self.engine.save(SaveOp(OpId(op), tuple(pages)), self.engine.fence())
 
     def flush(self, op: int, *numbers: int) -> None:
-        self.engine.flush(FlushOp(OpId(op), tuple(move(number, number) for number in numbers)), self.chunks)
+        self.engine.flush(FlushOp(OpId(op), NAMESPACE, tuple(move(number, number) for number in numbers)), self.chunks)
 
     def misses(self) -> dict[str, int]:
         return {name.split("|")[1]: count for name, count in self.counted.items() if name.startswith("misses|")}

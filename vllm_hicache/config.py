@@ -67,7 +67,8 @@ class HostMemory:
             except ValueError:
                 raise ConfigError(f"host_memory={value!r} is no ratio: write '2x' for twice the device cache") from None
             return cls(None, ratio)._checked(ratio)
-        return cls(parse_bytes(value), None)
+        num_bytes = parse_bytes(value)
+        return cls(num_bytes, None)._checked(num_bytes)
 
     def _checked(self, number: float) -> HostMemory:
         if not 0 < number < float("inf"):
@@ -174,7 +175,8 @@ class Config:
             useless = sorted(key for key in raw if key in _STORE_KEYS)
             if useless:
                 raise ConfigError(
-                    f"store='none' contradicts {', '.join(useless)}, which only a store has: remove them or name one"
+                    f"store='none' contradicts {', '.join(useless)}, which only an engine with a store has: "
+                    "remove them or name a store"
                 )
         if "prefetch_timeout_s" in raw and self.prefetch != PrefetchPolicy.TIMEOUT:
             raise ConfigError(

@@ -54,7 +54,7 @@ class Ledger:
         Raises:
             InvariantError: a report of an unknown rank, or for an operation that was never opened.
         """
-        if report.rank not in self._ranks or report.op > self._last:
+        if report.rank not in self._ranks or not 0 < report.op <= self._last:
             raise InvariantError(
                 f"report of rank {report.rank} for operation {report.op}, but ranks are {sorted(self._ranks)} and "
                 f"{self._last} operations were opened"

@@ -69,6 +69,8 @@ def _weight_files(root: Path) -> Iterator[Path]:
 def _canonical_config(path: Path) -> bytes:
     try:
         config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read {str(path)!r} for the model's fingerprint ({error}): repair it or pin 'model_id'"
@@ -99,7 +101,7 @@ def _read_table(descriptor: int, path: Path, size: int) -> bytes:
     """A safetensors file's table of tensor names, shapes, dtypes and places, as it stands in the file."""
     prefix = os.pread(descriptor, 8, 0)
     length = int.from_bytes(prefix, "little") if len(prefix) == 8 else size + 1
-    if length > min(size, _MAX_TABLE_BYTES):
+    if length > min(size - 8, _MAX_TABLE_BYTES):
         raise ConfigError(
             f"{str(path)!r} is no safetensors file: its table claims {length} bytes of {size}; replace the file"
         )

@@ -92,10 +92,11 @@ class RankGeometry:
                 f"set page_tokens to a multiple, such as {nearest}, or leave it out"
             )
         for role in {layer.role for layer in self.layers}:
-            shapes = {(layer.num_heads, layer.slab_bytes) for layer in self.layers if layer.role == role}
+            shapes = {(layer.num_heads, layer.slab_bytes): layer.name for layer in self.layers if layer.role == role}
             if len(shapes) > 1:
+                listed = ", ".join(f"{shape} as in {name}" for shape, name in sorted(shapes.items()))
                 raise ConfigError(
-                    f"the {role} layers have {len(shapes)} different shapes (kv heads, slab bytes): {sorted(shapes)}; "
+                    f"the {role} layers have {len(shapes)} different shapes (kv heads, slab bytes): {listed}; "
                     "models with several shapes of KV are not supported yet, run without the connector"
                 )
 

@@ -21,6 +21,7 @@ from vllm_hicache.tracking import Answer, BlockHolds, OpenFlush, OpenLoad, OpenO
 
 _WRITE_BACK_PAGES = 64
 _SELECTIVE_HITS = 2
+_FLUSH_REST_STEPS = 16
 
 
 class Operations:
@@ -59,6 +60,9 @@ class Operations:
         self._moving: set[PageKey] = set()
         self._flushing: set[PageKey] = set()
         self._epoch = 0
+        self._namespace = b""
+        self._step = 0
+        self._flush_from_step = 0
         self._plan_empty()
 
     @property
@@ -70,9 +74,10 @@ class Operations:
         """Whether an operation is bringing this page into host memory."""
         return key in self._moving
 
-    def new_epoch(self, epoch: int) -> None:
-        """Results of operations that began earlier no longer enter the tree."""
+    def enter(self, epoch: int, namespace: bytes) -> None:
+        """Operations begin in this epoch from now on; results of earlier ones no longer enter the tree."""
         self._epoch = epoch
+        self._namespace = namespace
         self._moving.clear()
 
     def load(self, tracked: Tracked, answer: Answer, blocks: Sequence[BlockId], tokens: int) -> None:
@@ -94,10 +99,13 @@ class Operations:
             else:
                 unserved += page_blocks
         limit = self._config.time_limit_s
+        if unserved:
+            self._metrics.count("misses", MissReason.NO_SLOT.value, answer.store_end - served)
         op = self._ledger.open()
         tracked.load = op
-        self._loads.append(LoadOp(op, tracked.request_id, tuple(moves), limit, tuple(unserved)))
-        self._open[op] = OpenLoad(tracked, keys, answer, tokens, slots, lease, self._epoch)
+        self._loads.append(LoadOp(op, self._namespace, tracked.request_id, tuple(moves), limit, tuple(unserved)))
+        event_tokens = self._tokens_of(tracked, answer.host_end, answer.store_end)
+        self._open[op] = OpenLoad(tracked, keys, answer, tokens, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[answer.host_end : served])
         if self._config.write != WritePolicy.BACK:
             self._flush_on_hit(keys[:present])
@@ -114,9 +122,10 @@ class Operations:
             return
         moves = tuple(PageMove(key, slot, (), 0, True) for key, slot in zip(keys[start:], slots, strict=False))
         op = self._ledger.open()
-        self._loads.append(LoadOp(op, None, moves))
+        self._loads.append(LoadOp(op, self._namespace, None, moves))
         answer = Answer(start * self._page, start, start, start + len(slots))
-        self._open[op] = OpenLoad(None, keys, answer, 0, slots, lease, self._epoch)
+        event_tokens = self._tokens_of(tracked, start, stop)
+        self._open[op] = OpenLoad(None, keys, answer, 0, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[start : start + len(slots)])
 
     def save(self, tracked: Tracked, keys: Sequence[PageKey], blocks: Callable[[], Sequence[BlockId]]) -> bool:
@@ -129,14 +138,14 @@ class Operations:
         start = present
         while start < len(keys) and keys[start] in self._moving:
             start += 1
+        tracked.saved = present
         if start == len(keys):
-            tracked.saved = start
             return True
         lease = self._tier.lease(keys, present)
         slots = self._reserve(len(keys) - start)
-        tracked.saved = start + len(slots)
-        if tracked.saved < len(keys):
-            self._metrics.count("declined_pages", "save", len(keys) - tracked.saved)
+        stop = start + len(slots)
+        if stop < len(keys):
+            self._metrics.count("declined_pages", "save", len(keys) - stop)
         if not slots:
             lease.release()
             return False
@@ -147,10 +156,10 @@ class Operations:
         self._holds.hold(held)
         op = self._ledger.open()
         self._saves.append(SaveOp(op, moves))
-        tokens = self._tokens_of(tracked, start, tracked.saved)
-        self._open[op] = OpenSave(tracked, keys[: tracked.saved], start, slots, held, lease, self._epoch, tokens)
-        self._moving.update(keys[start : tracked.saved])
-        return tracked.saved == len(keys)
+        tokens = self._tokens_of(tracked, start, stop)
+        self._open[op] = OpenSave(keys[:stop], start, slots, held, lease, self._epoch, tokens)
+        self._moving.update(keys[start:stop])
+        return stop == len(keys)
 
     def flush(self, keys: Sequence[PageKey], positions: Sequence[int]) -> None:
         """Flush pages of a chain that are in host memory and not in the store yet."""
@@ -164,14 +173,16 @@ class Operations:
             return
         lease = self._tier.lease(keys, wanted[-1] + 1)
         op = self._ledger.open()
-        self._flushes.append(FlushOp(op, tuple(PageMove(keys[index], found.slots[index], ()) for index in wanted)))
+        moves = tuple(PageMove(keys[index], found.slots[index], ()) for index in wanted)
+        self._flushes.append(FlushOp(op, self._namespace, moves))
         self._open[op] = OpenFlush(keys, wanted, lease, self._epoch)
         self._flushing.update(keys[index] for index in wanted)
 
     def write_back(self) -> None:
         """Under write policy `back`: flush what is next in line for eviction, when free slots get few."""
-        low = max(_WRITE_BACK_PAGES, self._tier.num_slots // 16)
-        if self._tier.num_free < min(low, self._tier.num_slots // 2 + 1) and not self._flushing:
+        low = min(max(_WRITE_BACK_PAGES, self._tier.num_slots // 16), self._tier.num_slots // 2 + 1)
+        rested = self._step >= self._flush_from_step
+        if self._tier.num_free < low and not self._flushing and rested:
             for victims in self._tier.unstored_victims(_WRITE_BACK_PAGES):
                 self.flush(victims.keys, victims.positions)
 
@@ -180,9 +191,10 @@ class Operations:
         if op in self._open:
             self._cancels.append(op)
 
-    def take_plan(self, namespace: bytes) -> Plan:
-        """All operations begun since the last call, to be carried out under this namespace."""
-        plan = Plan(namespace, tuple(self._loads), tuple(self._saves), tuple(self._flushes), tuple(self._cancels))
+    def take_plan(self) -> Plan:
+        """All operations begun since the last call, for the step that now begins."""
+        self._step += 1
+        plan = Plan(tuple(self._loads), tuple(self._saves), tuple(self._flushes), tuple(self._cancels))
         self._plan_empty()
         return plan
 
@@ -201,14 +213,13 @@ class Operations:
                 case OpenFlush():
                     self._commit_flush(record, ack)
             record.lease.release()
-            self._tier.drain_retired()
+            self.note_evicted(self._tier.drain_retired())
 
     def _commit_load(self, record: OpenLoad, ack: Ack) -> None:
         answer = record.answer
         tracked = record.tracked
         from_store = max(0, min(answer.first + ack.pages_held - answer.host_end, len(record.slots)))
-        tokens = self._tokens_of(tracked, answer.host_end, answer.store_end) if tracked is not None else ()
-        self._settle_slots(record, answer.host_end, record.slots, from_store, stored=True, tokens=tokens)
+        self._settle_slots(record, answer.host_end, record.slots, from_store, stored=True)
         if tracked is None:
             return
         tracked.load = None
@@ -221,14 +232,14 @@ class Operations:
     def _commit_save(self, record: OpenSave, ack: Ack) -> None:
         self._holds.release(record.blocks)
         done = ack.pages_done
-        self._settle_slots(record, record.start, record.slots, done, stored=False, tokens=record.tokens)
-        if done < len(record.slots):
-            record.tracked.saved = min(record.tracked.saved, record.start + done)
+        self._settle_slots(record, record.start, record.slots, done, stored=False)
         if self._config.write == WritePolicy.THROUGH and record.epoch == self._epoch:
             self.flush(record.keys, range(record.start, record.start + done))
 
     def _commit_flush(self, record: OpenFlush, ack: Ack) -> None:
         self._flushing.difference_update(record.keys[index] for index in record.positions)
+        if ack.pages_done < len(record.positions):
+            self._flush_from_step = self._step + _FLUSH_REST_STEPS
         if record.epoch != self._epoch:
             return
         for index in record.positions[: ack.pages_done]:
@@ -242,7 +253,6 @@ class Operations:
         slots: Sequence[Slot],
         num_good: int,
         stored: bool,
-        tokens: Sequence[int],
     ) -> None:
         """Good slots enter the tree as pages from `start` on, unless a reset came between; the others become free."""
         stop = start + num_good
@@ -250,7 +260,8 @@ class Operations:
             self._moving.difference_update(record.keys[start : start + len(slots)])
             new = self._tier.attach(record.keys, start, slots[:num_good], stored)
             for index in range(stop - new, stop):
-                page = tuple(tokens[(index - start) * self._page : (index - start + 1) * self._page])
+                first_token = (index - start) * self._page
+                page = tuple(record.event_tokens[first_token : first_token + self._page])
                 self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
         else:
             self._tier.abandon(slots[:num_good])

@@ -36,6 +36,7 @@ class LoadOp:
     """Towards the device: fill slots from the store where asked, then copy to the blocks, in page order.
 
     Attributes:
+        namespace: 32-byte digest under which it reads the store.
         request_id: whose blocks wait for it; `None` for a prefetch into host memory.
         time_limit_s: after this long, what has arrived counts and the rest is given up; `None` waits for
             every page or its failure.
@@ -43,6 +44,7 @@ class LoadOp:
     """
 
     op: OpId
+    namespace: bytes
     request_id: RequestId | None
     pages: tuple[PageMove, ...]
     time_limit_s: float | None = None
@@ -59,9 +61,10 @@ class SaveOp:
 
 @dataclass(frozen=True, slots=True)
 class FlushOp:
-    """Host slots to the store."""
+    """Host slots to the store, under the namespace (32-byte digest) in which the pages were computed."""
 
     op: OpId
+    namespace: bytes
     pages: tuple[PageMove, ...]
 
 
@@ -70,11 +73,9 @@ class Plan:
     """Scheduler half to worker half, every step.
 
     Attributes:
-        namespace: 32-byte digest under which this step's operations read and write the store.
         cancels: loads whose result nobody waits for any more.
     """
 
-    namespace: bytes
     loads: tuple[LoadOp, ...] = ()
     saves: tuple[SaveOp, ...] = ()
     flushes: tuple[FlushOp, ...] = ()

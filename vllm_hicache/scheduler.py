@@ -118,9 +118,10 @@ class SchedulerHalf:
         At least one token of the request is always left to compute.
         """
         tracked = self._live(request_id)
-        if tracked is None:
+        if tracked is None or tracked.load is not None:
             return Offer()
         tracked.answer = None
+        tracked.local = local_tokens
         keys = tracked.extend_keys()
         limit = len(keys) if tracked.banned_from is None else min(len(keys), tracked.banned_from)
         first = local_tokens // self._page
@@ -129,7 +130,7 @@ class SchedulerHalf:
         host = self.tier.match(keys[:limit], touch=False).num_pages
         host_end = store_end = max(host, first)
         if host_end < limit and self._store is not None:
-            run = None if self._operations.is_moving(keys[host_end]) else self._store_run(tracked, host_end, limit)
+            run = self._store_run(tracked, host_end, limit)
             if run is None:
                 return Offer(pending=True)
             store_end += min(run, max(0, self.tier.num_available - host))
@@ -146,7 +147,7 @@ class SchedulerHalf:
             return
         if not tracked.touched:
             tracked.touched = True
-            self._metrics.count("lookup_tokens", by=tracked.source.num_tokens)
+            self._metrics.count("lookup_tokens", by=tracked.source.num_tokens - tracked.local)
             self.tier.match(tracked.keys.keys, touch=True)
         if tokens > 0 and tracked.answer is not None:
             self._operations.load(tracked, tracked.answer, blocks, tokens)
@@ -173,7 +174,7 @@ class SchedulerHalf:
         if self._config.write == WritePolicy.BACK:
             self._operations.write_back()
         self._set_gauges()
-        return self._operations.take_plan(self._digest)
+        return self._operations.take_plan()
 
     def report(self, reports: Iterable[OpReport]) -> None:
         """Take reports of ranks, and commit every operation that all of them have answered."""
@@ -203,7 +204,6 @@ class SchedulerHalf:
         Requests that run across the reset are neither loaded nor saved any more.
         """
         self._epoch += 1
-        self._operations.new_epoch(self._epoch)
         self._operations.note_evicted(self.tier.reset())
         self._enter(self._namespace.bumped(nonce))
 
@@ -216,6 +216,7 @@ class SchedulerHalf:
         self._namespace = namespace
         self._digest = namespace.digest()
         self._store = self._open_store(self._digest) if self._open_store is not None else None
+        self._operations.enter(self._epoch, self._digest)
 
     def _live(self, request_id: RequestId) -> Tracked | None:
         tracked = self._tracked.get(request_id)
@@ -231,6 +232,8 @@ class SchedulerHalf:
         """Pages from `start` on that the store holds in a run; `None` while that is not known yet."""
         if self._config.prefetch == PrefetchPolicy.BEST_EFFORT:
             return 0
+        if self._operations.is_moving(tracked.keys.keys[start]):
+            return self._wait_for_others(tracked)
         if tracked.lookup is None or start < tracked.lookup_start:
             self._ask_store(tracked, tracked.keys.keys, start)
         lookup = tracked.lookup
@@ -244,6 +247,13 @@ class SchedulerHalf:
                 self._metrics.count("misses", MissReason.TIMEOUT.value, limit - start)
             return 0
         return max(0, min(limit, tracked.lookup_start + (lookup.num_pages or 0)) - start)
+
+    def _wait_for_others(self, tracked: Tracked) -> int | None:
+        """Pages that another operation moves: wait until they are there, for as long as a load may take."""
+        now = time.monotonic()
+        if tracked.waiting_since_s is None:
+            tracked.waiting_since_s = now
+        return None if now - tracked.waiting_since_s < self._config.prefetch_timeout_s else 0
 
     def _still_waits(self, tracked: Tracked) -> bool:
         """Start the prefetch of a request whose lookup has been answered; whether it has not been."""

@@ -58,10 +58,12 @@ class Tracked:
 
     Attributes:
         epoch: the cache generation it started in; after a reset it is neither loaded nor saved any more.
-        saved: leading pages that need no saving: in the tree, or on their way.
+        saved: leading pages that were in host memory when this was last looked at.
+        local: tokens on the device when it was last matched.
         banned_from: first page that failed for this request and is not promised to it again.
         lookup: the question put to the store, about pages from `lookup_start` on.
-        load: the open load operation.
+        waiting_since_s: when it began to wait for pages that another operation moves.
+        load: the open load operation. It outlives the load itself while a store call has not come back.
     """
 
     request_id: RequestId
@@ -69,10 +71,12 @@ class Tracked:
     keys: PageKeys
     epoch: int
     saved: int = 0
+    local: int = 0
     banned_from: int | None = None
     lookup: Lookup | None = None
     lookup_start: int = 0
     lookup_began_s: float = 0.0
+    waiting_since_s: float | None = None
     answer: Answer | None = None
     load: OpId | None = None
     touched: bool = False
@@ -99,23 +103,23 @@ class OpenLoad:
     slots: Sequence[Slot]
     lease: Lease
     epoch: int
+    event_tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSave:
     """A save on its way: pages [start, start + len(slots)) of a chain, read from held `blocks`.
 
-    `tokens` are those of the pages where events are recorded, else empty.
+    `event_tokens` are those of the pages where events are recorded, else empty.
     """
 
-    tracked: Tracked
     keys: Sequence[PageKey]
     start: int
     slots: Sequence[Slot]
     blocks: Sequence[BlockId]
     lease: Lease
     epoch: int
-    tokens: Sequence[int]
+    event_tokens: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

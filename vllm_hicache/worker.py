@@ -72,15 +72,14 @@ class WorkerHalf:
 
     def start_loads(self, plan: Plan) -> None:
         """Start the plan's loads, flushes and cancels. Blocks of loads may be written from now on."""
-        store = self._store(plan.namespace) if plan.loads or plan.flushes else None
         for op in plan.cancels:
             self._engine.cancel(op)
         if plan.loads:
             fence = self._engine.fence()
             for load in plan.loads:
-                self._engine.load(load, store, fence)
+                self._engine.load(load, self._store(load.namespace), fence)
         for flush in plan.flushes:
-            self._engine.flush(flush, store)
+            self._engine.flush(flush, self._store(flush.namespace))
 
     def commit_saves(self, plan: Plan) -> None:
         """Start the plan's saves: forward and draft passes of the step have been submitted."""

@@ -161,21 +161,21 @@ def model_identity(vllm_config: VllmConfig, config: Config) -> str:
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:{secrets.token_hex(16)}"
     overrides = json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else ""
-    fingerprint = weights_fingerprint(_model_directory(model.model, model.revision))
+    fingerprint = weights_fingerprint(_local_files(model.model, model.revision))
     return fingerprint_identity(fingerprint, str(model.dtype), overrides)
 
 
-def _model_directory(model: str, revision: str | None) -> Path:
-    if os.path.exists(model):
-        return Path(model)
+def _local_files(name: str, revision: str | None) -> Path:
+    if os.path.exists(name):
+        return Path(name)
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception as error:  # a stop: without the files the weights cannot be told apart
         raise ConfigError(
-            f"the weight files of {model!r} are not on this machine ({type(error).__name__}), so their fingerprint "
-            "cannot be taken: give a local directory or pin 'model_id' in kv_connector_extra_config"
+            f"the weight files of {name!r} are not on this machine ({type(error).__name__}), so their fingerprint "
+            "cannot be taken: give a local directory (or, for a model, pin 'model_id' in kv_connector_extra_config)"
         ) from error
 
 
@@ -197,7 +197,7 @@ class AdapterVersions:
         """
         if request is None:
             return None
-        files = _model_directory(request.lora_path, None)
+        files = _local_files(os.path.expanduser(request.lora_path), None)
         signature = list(_file_signatures(files))
         place = (request.lora_int_id, request.lora_path)
         known = self._known.get(place)

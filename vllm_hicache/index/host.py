@@ -121,11 +121,12 @@ class HostTier:
         self._tree = RadixTree(make_policy(self._policy))
         return gone
 
-    def drain_retired(self) -> None:
-        """Free what has been let go in retired trees. Call it when a lease has ended."""
-        for tree in self._retired:
-            self._pool.give_back([page.slot for page in tree.evict(tree.num_pages)])
+    def drain_retired(self) -> list[Evicted]:
+        """Free what has been let go in retired trees, and return it. Call it when a lease has ended."""
+        gone = [page for tree in self._retired for page in tree.evict(tree.num_pages)]
+        self._pool.give_back([page.slot for page in gone])
         self._retired = [tree for tree in self._retired if tree.num_pages]
+        return gone
 
     def check(self) -> None:
         """Conservation: free + reserved + in trees == capacity.

@@ -170,7 +170,7 @@ class ChunkStore:
 
     Caller guarantees: payloads are contiguous memoryviews of whole units; units and sizes are the
     namespace's own. Thread: all methods are thread-safe and blocking.
-    Failure: `load`, `load_units` and `present` never raise for what a store does; `save` raises only
+    Failure: `load` and `load_units` never raise for what a store does; `save` and `present` raise only
     StoreError. Arguments that make no sense (a payload of part of a unit) raise ValueError.
     """
 
@@ -239,15 +239,17 @@ class ChunkStore:
             raise StoreError(f"{self._store.describe()} failed to write with {error!r}") from error
 
     def present(self, chunks: Sequence[ChunkId]) -> list[bool]:
-        """Return for each chunk whether a load is worth trying; all False while the store cannot tell."""
+        """Return for each chunk whether a load is worth trying. Raises StoreError while the store cannot tell."""
         names = [chunk.object_name(self._namespace) for chunk in chunks]
         try:
             found = self._store.exists(names)
             if len(found) != len(names):
                 raise StoreError(f"{len(found)} answers to {len(names)} names")
-        except Exception as error:  # miss: a store that cannot tell has nothing
+        except Exception as error:
             self._count(_miss(error), error)
-            return [False] * len(names)
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{self._store.describe()} failed to look up with {error!r}") from error
         return found
 
     def misses(self) -> dict[MissReason, int]:

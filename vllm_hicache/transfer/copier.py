@@ -7,7 +7,8 @@ which a copy may touch device blocks; the copy thread passes it back with the co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,27 +123,30 @@ class CudaCopier(Copier):
 
     def load(self, moves: Sequence[PageMove], fence: Fence) -> None:
         """Host slots to device blocks."""
-        with torch.cuda.stream(self._stream):
-            self._after(fence)
+        with self._on_stream(fence):
             for move in moves:
                 self._staging.copy_(self._pool.tensor[move.slot], non_blocking=True)
                 for staged, device in self._pairs(move):
                     device.copy_(staged)
-        self._stream.synchronize()
 
     def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
         """Device blocks to host slots."""
-        with torch.cuda.stream(self._stream):
-            self._after(fence)
+        with self._on_stream(fence):
             for move in moves:
                 for staged, device in self._pairs(move):
                     staged.copy_(device)
                 self._pool.tensor[move.slot].copy_(self._staging, non_blocking=True)
-        self._stream.synchronize()
 
-    def _after(self, fence: Fence) -> None:
-        if fence is not None:
-            self._stream.wait_event(fence)
+    @contextmanager
+    def _on_stream(self, fence: Fence) -> Iterator[None]:
+        """Copies queued inside come after the fence, and have ended when the block is left, by an error too."""
+        try:
+            with torch.cuda.stream(self._stream):
+                if fence is not None:
+                    self._stream.wait_event(fence)
+                yield
+        finally:
+            self._stream.synchronize()
 
     def _pairs(self, move: PageMove) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -56,6 +56,7 @@ class TransferEngine:
         self._pool = pool
         self._cells = geometry.cells
         self._slot_bytes = geometry.slot_bytes
+        self._blocks_per_page = geometry.blocks_per_page
         self._copier = copier
         self._metrics = metrics
         self._flush_queue_pages = flush_queue_pages
@@ -81,6 +82,7 @@ class TransferEngine:
                 if page.blocks:
                     self._copies.submit(Priority.LOAD, partial(self._copy, task, index, fence))
             elif store is None:
+                self._metrics.count("misses", MissReason.ABSENT.value)
                 task.fail(index, MissReason.ABSENT)
             else:
                 self._stores.submit(Priority.LOAD, partial(self._fetch, task, index, store, fence))
@@ -126,8 +128,8 @@ class TransferEngine:
     def close(self, timeout_s: float) -> None:
         """Finish saves and flushes for at most `timeout_s` seconds, then drop what is left, and say so."""
         deadline = time.monotonic() + timeout_s
-        dropped = self._copies.close(timeout_s)
-        dropped += self._stores.close(max(0.0, deadline - time.monotonic()))
+        dropped = self._stores.close(timeout_s)
+        dropped += self._copies.close(max(0.0, deadline - time.monotonic()))
         if dropped:
             logger.warning(
                 "Stopped with %d pages not yet saved or flushed after %.1f s; they will be computed again. "
@@ -159,9 +161,11 @@ class TransferEngine:
     def _copy(self, task: LoadTask, index: int, fence: Fence) -> None:
         if not task.begin_copy(index):
             return
+        page = task.op.pages[index]
+        num_bytes = self._slot_bytes * len(page.blocks) // self._blocks_per_page
         reason: MissReason | None = MissReason.ERROR
         try:
-            reason = self._timed("load", partial(self._copier.load, (task.op.pages[index],), fence))
+            reason = self._timed("load", partial(self._copier.load, (page,), fence), num_bytes)
         finally:
             task.end_copy(index, reason)
 
@@ -195,6 +199,8 @@ class TransferEngine:
                 self._reports.append(task.report(self._rank))
 
     def _on_received(self, task: LoadTask) -> None:
+        if task.was_cut and task.reason is not None:
+            self._metrics.count("misses", task.reason.value, len(task.op.pages) - task.pages_done)
         if task.op.request_id is None:
             return
         with self._lock:
@@ -205,12 +211,14 @@ class TransferEngine:
         with self._lock:
             self._reports.append(task.report(self._rank))
 
-    def _timed(self, direction: str, move: Callable[[], MissReason | None]) -> MissReason | None:
+    def _timed(
+        self, direction: str, move: Callable[[], MissReason | None], num_bytes: int | None = None
+    ) -> MissReason | None:
         start = time.perf_counter()
         reason = move()
         self._metrics.count("seconds", direction, time.perf_counter() - start)
         if reason is None:
-            self._metrics.count("bytes", direction, self._slot_bytes)
+            self._metrics.count("bytes", direction, self._slot_bytes if num_bytes is None else num_bytes)
         return reason
 
     def _count_error(self, place: str, error: Exception) -> None:

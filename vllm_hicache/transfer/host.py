@@ -8,6 +8,7 @@ are bytes only. Any thread may touch a slot that an operation it runs has been g
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 class HostPool:
     """`num_slots` slots of `slot_bytes` bytes in one mapping.
 
-    Memory is committed when it is first written. On Linux huge pages are asked for, which makes the first
-    touch of a slot several times cheaper; `pin` registers it with CUDA for asynchronous copies (not measured).
+    Memory is committed when it is first written, in huge pages where the kernel has them; `pin` registers it with
+    CUDA for asynchronous copies (not measured).
 
     Raises:
         ConfigError: the pool would hold no page, or more than the machine has.
@@ -41,13 +42,14 @@ class HostPool:
         self.slot_bytes = slot_bytes
         total = num_slots * slot_bytes
         try:
-            self._map = mmap.mmap(-1, total)
+            self._map = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"host_memory of {format_bytes(total)} cannot be mapped ({error}): set a smaller host_memory"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel built without them
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(num_slots, slot_bytes)
         if pin:
             _register(self.tensor)

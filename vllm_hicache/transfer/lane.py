@@ -57,6 +57,8 @@ class Lane:
 
     def revive(self) -> int:
         """Replace threads that died; how many that were (0 in all but a broken interpreter)."""
+        if self._closing:
+            return 0
         alive = [thread for thread in self._threads if thread.is_alive()]
         dead = len(self._threads) - len(alive)
         while len(alive) < self._num_threads:
@@ -93,8 +95,8 @@ class Lane:
             try:
                 task()
             except Exception as error:  # a miss, counted by the callback; the thread must live
-                logger.exception("A task of lane %s failed; its operation counts as not done", self.name)
                 self._on_error(error)
+                logger.exception("A task of lane %s failed; its operation counts as not done", self.name)
             finally:
                 with self._ready:
                     self._running -= 1

@@ -43,6 +43,7 @@ class LoadTask:
         self.op = op
         self.reason: MissReason | None = None
         self.pages_done = 0
+        self.was_cut = False
         self._lock = threading.Lock()
         self._states = [PageState.WAITING] * len(op.pages)
         self._limit = len(op.pages)
@@ -112,6 +113,7 @@ class LoadTask:
         """Give up everything that is not done yet."""
         with self._lock:
             self._skip_done()
+            self.was_cut = self.was_cut or self._leading < self._limit
             self._fall_to(self._leading, reason)
             self._advance()
 
