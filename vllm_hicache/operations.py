@@ -84,6 +84,7 @@ class Operations:
         """Load `tokens` tokens into `blocks` (all of the request's), as far as slots for store pages can be had."""
         keys = tracked.keys.keys[: answer.store_end]
         present = min(answer.host_end, self._tier.match(keys[: answer.host_end], touch=False).num_pages)
+        # The lease comes before the slots: what is reserved must not evict the very pages to be loaded.
         lease = self._tier.lease(keys, present)
         slots = self._reserve(answer.store_end - answer.host_end)
         served = answer.host_end + len(slots)
@@ -136,6 +137,7 @@ class Operations:
         """
         present = self._tier.match(keys, touch=False).num_pages
         start = present
+        # Pages that another operation brings are left to it; if it fails they are looked at again next step.
         while start < len(keys) and keys[start] in self._moving:
             start += 1
         tracked.saved = present
@@ -152,6 +154,7 @@ class Operations:
         of_request = blocks()
         pages = [self._blocks_of(start + index, of_request, 0)[0] for index in range(len(slots))]
         moves = tuple(PageMove(key, slot, page) for key, slot, page in zip(keys[start:], slots, pages, strict=False))
+        # From here on the blocks are ours too, whatever becomes of the request (decisions/0002).
         held = [block for page in pages for block in page]
         self._holds.hold(held)
         op = self._ledger.open()
@@ -223,6 +226,7 @@ class Operations:
         if tracked is None:
             return
         tracked.load = None
+        # A page that failed is not promised to this request again: vLLM asks anew after a failure.
         done = answer.first + ack.pages_done
         if done < answer.store_end and ack.reason != MissReason.CANCELLED:
             tracked.banned_from = done

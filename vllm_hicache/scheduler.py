@@ -118,6 +118,7 @@ class SchedulerHalf:
         At least one token of the request is always left to compute.
         """
         tracked = self._live(request_id)
+        # An open load means that it was given up and a store call has not come back: nothing more to offer.
         if tracked is None or tracked.load is not None:
             return Offer()
         tracked.answer = None
@@ -133,6 +134,7 @@ class SchedulerHalf:
             run = self._store_run(tracked, host_end, limit)
             if run is None:
                 return Offer(pending=True)
+            # Pages of this very chain count as evictable, but will be leased when the load begins.
             store_end += min(run, max(0, self.tier.num_available - host))
         tokens = min(store_end * self._page, tracked.source.num_tokens - 1) - local_tokens
         if tokens < max(1, self._config.load_threshold):
@@ -160,6 +162,7 @@ class SchedulerHalf:
         tracked = self._live(request_id)
         if tracked is None:
             return
+        # Draft positions and placeholders of asynchronous scheduling lie beyond the known tokens.
         ready = min(computed_after, tracked.source.num_tokens) // self._page
         if ready > tracked.saved and self._step >= tracked.retry_step:
             keys = tracked.extend_keys()[:ready]

@@ -140,6 +140,7 @@ class SchedulerSide:
 
     def new_request(self, request: Request) -> None:
         """Track a request. One whose tokens may change afterwards (a resumable session) is left alone."""
+        # A resumable session may drop its last token and go on with others: its keys would be wrong.
         if request.resumable:
             return
         try:

@@ -139,6 +139,7 @@ def _strided(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     storage = first.untyped_storage()
     size = first.element_size()
     layer_stride = tensors[1].data_ptr() - first.data_ptr() if len(tensors) > 1 else 1
+    # One byte view over the whole storage: a layer's place in it is its address, whatever shape vLLM gave it.
     flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
     return torch.as_strided(
         flat,

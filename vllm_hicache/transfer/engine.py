@@ -77,6 +77,7 @@ class TransferEngine:
         task = LoadTask(op, self._on_received, self._on_settled)
         self._loads[op.op] = task
         task.start()
+        # One queue entry a page: a page is copied while the next one is still being read and checked.
         for index, page in enumerate(op.pages):
             if not page.from_store:
                 if page.blocks:
