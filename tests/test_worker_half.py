@@ -66,7 +66,7 @@ def collected(half: WorkerHalf, num_reports: int) -> StepResult:
     deadline, total = time.monotonic() + PATIENCE_S, StepResult()
     while len(total.reports) < num_reports:
         assert time.monotonic() < deadline, total
-        new = half.collect()
+        new = half.collect(Plan())
         reports = tuple(sorted([*total.reports, *new.reports], key=lambda report: report.op))
         total = StepResult(reports, total.received | new.received, total.invalid_blocks | new.invalid_blocks)
     return total
@@ -206,7 +206,7 @@ def test_a_cancelled_load_is_received_before_the_store_answers(make_half: MakeHa
     half.start_loads(Plan(loads=loads(1, True, 0)))
     gate.await_entry()
     half.start_loads(Plan(cancels=(OpId(1),)))
-    received = half.collect()
+    received = half.collect(Plan())
     gate.open()
     assert received == StepResult((), frozenset(["r"]), frozenset(BlockId(at) for page in TARGET for at in page))
     assert collected(half, 1) == StepResult((OpReport(5, OpId(1), 0, 0, MissReason.CANCELLED),))

@@ -194,10 +194,10 @@ class Operations:
         if op in self._open:
             self._cancels.append(op)
 
-    def take_plan(self) -> Plan:
+    def take_plan(self, idle: bool) -> Plan:
         """All operations begun since the last call, for the step that now begins."""
         self._step += 1
-        plan = Plan(tuple(self._loads), tuple(self._saves), tuple(self._flushes), tuple(self._cancels))
+        plan = Plan(tuple(self._loads), tuple(self._saves), tuple(self._flushes), tuple(self._cancels), idle)
         self._plan_empty()
         return plan
 

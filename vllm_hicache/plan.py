@@ -53,19 +53,30 @@ class LoadOp:
 
 @dataclass(frozen=True, slots=True)
 class SaveOp:
-    """Device blocks to host slots; committed after the forward pass and the draft pass of the step."""
+    """Device blocks to host slots; committed after forward and draft pass of the step. At least one page."""
 
     op: OpId
     pages: tuple[PageMove, ...]
+
+    def __post_init__(self) -> None:
+        _require_pages(self.op, self.pages)
 
 
 @dataclass(frozen=True, slots=True)
 class FlushOp:
-    """Host slots to the store, under the namespace (32-byte digest) in which the pages were computed."""
+    """Host slots to the store, under the namespace (32-byte digest) of the pages. At least one page."""
 
     op: OpId
     namespace: bytes
     pages: tuple[PageMove, ...]
+
+    def __post_init__(self) -> None:
+        _require_pages(self.op, self.pages)
+
+
+def _require_pages(op: OpId, pages: tuple[PageMove, ...]) -> None:
+    if not pages:
+        raise ValueError(f"operation {op} writes 0 pages: it would never be reported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +85,14 @@ class Plan:
 
     Attributes:
         cancels: loads whose result nobody waits for any more.
+        idle: the engine computes nothing in this step, so that workers may wait a moment for what is under way.
     """
 
     loads: tuple[LoadOp, ...] = ()
     saves: tuple[SaveOp, ...] = ()
     flushes: tuple[FlushOp, ...] = ()
     cancels: tuple[OpId, ...] = ()
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,15 +169,15 @@ class SchedulerHalf:
             if not self._operations.save(tracked, keys, blocks):
                 tracked.retry_step = self._step + _RETRY_STEPS
 
-    def plan(self) -> Plan:
-        """Everything decided since the last plan."""
+    def plan(self, idle: bool = False) -> Plan:
+        """Everything decided since the last plan. `idle`: the engine computes nothing in the coming step."""
         self._step += 1
         if self._prefetching:
             self._prefetching = [tracked for tracked in self._prefetching if self._still_waits(tracked)]
         if self._config.write == WritePolicy.BACK:
             self._operations.write_back()
         self._set_gauges()
-        return self._operations.take_plan()
+        return self._operations.take_plan(idle)
 
     def report(self, reports: Iterable[OpReport]) -> None:
         """Take reports of ranks, and commit every operation that all of them have answered."""

@@ -22,6 +22,9 @@ from vllm_hicache.transfer.engine import TransferEngine
 from vllm_hicache.transfer.host import HostPool
 from vllm_hicache.units import format_bytes
 
+_IDLE_WAIT_S = 0.002
+"""An engine with nothing to compute would else ask a thousand times a second, on cores that copies need."""
+
 StoreFactory = Callable[[bytes], ChunkStore]
 
 
@@ -88,9 +91,9 @@ class WorkerHalf:
             for save in plan.saves:
                 self._engine.save(save, fence)
 
-    def collect(self) -> StepResult:
-        """What has finished since the last call."""
-        return self._engine.collect()
+    def collect(self, plan: Plan) -> StepResult:
+        """What has finished since the last call. In an idle step, waits a moment for something to."""
+        return self._engine.collect(_IDLE_WAIT_S if plan.idle else 0.0)
 
     def close(self) -> None:
         """Finish what is queued, within `shutdown_timeout_s`."""

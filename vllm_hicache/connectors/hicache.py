@@ -106,7 +106,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended."""
-        return self._worker.collect()
+        return self._worker.collect(self._plan())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of those loads that do not hold what was promised."""

@@ -170,7 +170,7 @@ class SchedulerSide:
             if request is not None:
                 after = request.num_computed_tokens + num_tokens
                 self.half.scheduled(RequestId(request_id), after, partial(self._blocks, request_id))
-        return HiCacheMetadata(self.half.plan())
+        return HiCacheMetadata(self.half.plan(idle=output.total_num_scheduled_tokens == 0))
 
     def output(self, output: KVConnectorOutput) -> None:
         """Take the ranks' reports."""

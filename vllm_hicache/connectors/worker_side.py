@@ -82,9 +82,9 @@ class WorkerSide:
         """The step's forward and draft passes have been submitted: their pages may be saved."""
         self.half.commit_saves(plan)
 
-    def collect(self) -> KVConnectorTransferResults:
+    def collect(self, plan: Plan) -> KVConnectorTransferResults:
         """What has finished; failed blocks and reports are kept for the calls that follow in the same step."""
-        result = self.half.collect()
+        result = self.half.collect(plan)
         self._invalid |= result.invalid_blocks
         self._reports += result.reports
         return KVConnectorTransferResults(finished_recving=set(result.received))

@@ -63,7 +63,8 @@ class TransferEngine:
         self._copies = Lane("copy", 1, partial(self._count_error, "copy"))
         self._stores = Lane("store", io_threads, partial(self._count_error, "store"))
         self._loads: dict[OpId, LoadTask] = {}
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_open = 0
         self._reports: list[OpReport] = []
         self._received: set[RequestId] = set()
         self._invalid: set[BlockId] = set()
@@ -74,6 +75,7 @@ class TransferEngine:
 
     def load(self, op: LoadOp, store: ChunkStore | None, fence: Fence) -> None:
         """Start a load; `collect` tells of its end, whatever happens."""
+        self._num_open += 1
         task = LoadTask(op, self._on_received, self._on_settled)
         self._loads[op.op] = task
         task.start()
@@ -90,12 +92,14 @@ class TransferEngine:
 
     def save(self, op: SaveOp, fence: Fence) -> None:
         """Start a save; the blocks must stay untouched until its report."""
+        self._num_open += 1
         task = WriteTask(op.op, op.pages)
         for index in range(len(op.pages)):
             self._copies.submit(Priority.WRITE, partial(self._save, task, index, fence))
 
     def flush(self, op: FlushOp, store: ChunkStore | None) -> None:
         """Start a flush; declined as a whole when too much waits already."""
+        self._num_open += 1
         task = WriteTask(op.op, op.pages)
         waiting = self._stores.depth(Priority.WRITE)
         declined = store is None or waiting + len(op.pages) > self._flush_queue_pages
@@ -113,13 +117,21 @@ class TransferEngine:
         if task is not None:
             task.cut(MissReason.CANCELLED)
 
-    def collect(self) -> StepResult:
-        """What has finished since the last call. Also applies time limits and sets the gauges."""
+    def collect(self, wait_s: float = 0.0) -> StepResult:
+        """What has finished since the last call. Also applies time limits and sets the gauges.
+
+        Args:
+            wait_s: longest wait, seconds, for something to finish where operations are open and nothing has.
+        """
+        if wait_s and self._num_open:
+            with self._changed:
+                self._changed.wait_for(lambda: self._received or self._reports, timeout=wait_s)
         now = time.monotonic()
         for task in list(self._loads.values()):
             task.cut_if_late(now)
         self._set_gauges()
-        with self._lock:
+        with self._changed:
+            self._num_open -= len(self._reports)
             result = StepResult(tuple(self._reports), frozenset(self._received), frozenset(self._invalid))
             self._reports, self._received, self._invalid = [], set(), set()
         for report in result.reports:
@@ -196,21 +208,24 @@ class TransferEngine:
 
     def _end_write(self, task: WriteTask, index: int, reason: MissReason | None) -> None:
         if task.end(index, reason):
-            with self._lock:
+            with self._changed:
                 self._reports.append(task.report(self._rank))
+                self._changed.notify()
 
     def _on_received(self, task: LoadTask) -> None:
         if task.was_cut and task.reason is not None:
             self._metrics.count("misses", task.reason.value, len(task.op.pages) - task.pages_done)
         if task.op.request_id is None:
             return
-        with self._lock:
+        with self._changed:
             self._received.add(task.op.request_id)
             self._invalid |= task.invalid_blocks()
+            self._changed.notify()
 
     def _on_settled(self, task: LoadTask) -> None:
-        with self._lock:
+        with self._changed:
             self._reports.append(task.report(self._rank))
+            self._changed.notify()
 
     def _timed(
         self, direction: str, move: Callable[[], MissReason | None], num_bytes: int | None = None
