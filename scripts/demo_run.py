@@ -5,7 +5,7 @@
 Three engines run, each in processes of its own: vLLM alone, vLLM with the connector, and the latter stopped and
 started again. For two prompt lengths, a multiple of the page and one that is not, the time to the first token is
 measured cold, from the device (vLLM's own prefix cache), from host memory, and from the store after the restart.
-Every answer is compared with vLLM's own. Takes about 6 minutes on two cores, 5 GB of memory and 1.2 GB of disk.
+Every answer is compared with vLLM's own. Takes about 6 minutes on two cores, 8 GB of memory and 1.2 GB of disk.
 
 Exits with 1 if an answer differs or nothing was restored. What it does not measure: the tokenizer, an HTTP server,
 and disks, for the store's files are likely to be in the operating system's page cache.

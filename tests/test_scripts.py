@@ -67,7 +67,8 @@ def a_result(**changed: list[Answer]) -> demo_report.Result:
 
 
 def a_series(loss: float) -> Series:
-    return Series("TTFT", "s", False, [1.0, 2.0, 4.0], [each * (1 + loss) for each in (1.0, 2.0, 4.0)])
+    without = [1.0, 2.0, 4.0] * 2
+    return Series("TTFT", "s", False, without, [each * (1 + loss) for each in without])
 
 
 @pytest.mark.parametrize("num_tokens", [300, 2048, 7900, 20_001])
@@ -168,8 +169,12 @@ def test_an_overhead_is_judged_by_its_interval(loss: float, verdict: str) -> Non
 
 
 def test_an_overhead_lost_in_noise_is_undecided() -> None:
-    noisy = Series("TTFT", "s", False, [1.0] * 4, [0.9, 1.1, 0.95, 1.2])
+    noisy = Series("TTFT", "s", False, [1.0] * 8, [0.9, 1.1, 0.95, 1.2] * 2)
     assert noisy.summary()["verdict"] == "undecided"
+
+
+def test_two_pairs_decide_nothing() -> None:
+    assert Series("TTFT", "s", False, [1.0, 1.0], [1.0, 1.0]).summary()["verdict"] == "undecided"
 
 
 def test_lower_throughput_is_a_loss() -> None:
@@ -181,7 +186,7 @@ def test_lower_throughput_is_a_loss() -> None:
 def test_the_overheads_result_is_json_and_its_table_says_what_was_left_out() -> None:
     counters = {"vllm:hicache_bytes|save": 3e6, "vllm:hicache_bytes|flush": 2e6}
     result = overhead_run.assemble([a_series(0.01)], counters, {"torch": "2"}, {"note": "left out: not there"})
-    assert json.loads(json.dumps(result))["series"][0]["pairs"] == 3
+    assert json.loads(json.dumps(result))["series"][0]["pairs"] == 6
     shown = overhead_run.table(result)
     assert "saved 3 MB, flushed 2 MB, hit tokens 0" in shown
     assert "copy bandwidth left out: not there" in shown
