@@ -57,3 +57,12 @@ def test_a_pool_without_a_slot_is_refused_with_the_size_of_a_page(num_slots: int
 def test_a_pool_that_cannot_be_mapped_is_refused_with_its_size(num_slots: int) -> None:
     with pytest.raises(ConfigError, match=r"PiB cannot be mapped.*set a smaller host_memory"):
         HostPool(num_slots, 1 << 20)
+
+
+def test_committing_ahead_leaves_the_content_of_slots_as_it_is() -> None:
+    pool = HostPool(5, 3 * 4096)
+    pool.tensor[1].fill_(7)
+    pool.commit_ahead()
+    pool.close()
+    assert pool.tensor[1].eq(7).all()
+    assert not pool.tensor[0].any()

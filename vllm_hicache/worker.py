@@ -67,6 +67,7 @@ class WorkerHalf:
         self._pool = HostPool(
             wanted // geometry.slot_bytes, geometry.slot_bytes, pin=cache.runs[0].view.device.type == "cuda"
         )
+        self._pool.commit_ahead()
         self.inventory = Inventory(rank, cache.layers, geometry.slot_bytes, self._pool.num_slots, encoding)
         copier = make_copier(cache, self._pool, geometry)
         self._engine = TransferEngine(
@@ -98,6 +99,7 @@ class WorkerHalf:
     def close(self) -> None:
         """Finish what is queued, within `shutdown_timeout_s`."""
         self._engine.close(self._config.shutdown_timeout_s)
+        self._pool.close()
 
     def _store(self, namespace: bytes) -> ChunkStore | None:
         if self._open_store is None:

@@ -7,7 +7,9 @@ are bytes only. Any thread may touch a slot that an operation it runs has been g
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -21,12 +23,15 @@ from vllm_hicache.units import format_bytes
 
 Bytes = npt.NDArray[np.uint8]
 
+_COMMIT_BYTES = 32 * 2**20
+_MADV_POPULATE_WRITE = 23
+
 
 class HostPool:
     """`num_slots` slots of `slot_bytes` bytes in one mapping.
 
-    Memory is committed when it is first written, in huge pages where the kernel has them; `pin` registers it with
-    CUDA for asynchronous copies (not measured).
+    Memory is committed when it is first written, or ahead of that by `commit_ahead`, in huge pages where the kernel
+    has them; `pin` registers it with CUDA for asynchronous copies (not measured).
 
     Raises:
         ConfigError: the pool would hold no page, or more than the machine has.
@@ -54,6 +59,32 @@ class HostPool:
         if pin:
             _register(self.tensor)
         self._bytes: Bytes = self.tensor.numpy()
+        self._closing = threading.Event()
+        self._committer: threading.Thread | None = None
+
+    def commit_ahead(self) -> None:
+        """Have the kernel provide the memory in the background, lowest slots first, without touching its content.
+
+        The first touch of a page costs several times a copy into it, and would be paid by the first saves and
+        fetches. A kernel that cannot (before Linux 5.14) leaves it to them.
+        """
+        self._committer = threading.Thread(target=self._commit, name="hicache-commit", daemon=True)
+        self._committer.start()
+
+    def close(self) -> None:
+        """End `commit_ahead`."""
+        self._closing.set()
+        if self._committer is not None:
+            self._committer.join(timeout=1.0)
+
+    def _commit(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        start, stop = self._bytes.ctypes.data, self._bytes.ctypes.data + self._bytes.nbytes
+        for address in range(start, stop, _COMMIT_BYTES):
+            size = min(_COMMIT_BYTES, stop - address)
+            failed = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+            if failed or self._closing.is_set():
+                return
 
     def cell(self, slot: Slot, cell: Cell) -> memoryview:
         """Writable bytes of one cell of a slot, contiguous, `cell.num_bytes` long."""
