@@ -240,7 +240,10 @@ class Job:
         """What it has said so far is what an engine without any cache says."""
         num_prompt = len(self.request.prompt_token_ids)
         for index, token in enumerate(self.output):
-            assert token == next_token(self.truth.words(self.tokens[: num_prompt + index])), (self.request.request_id, index)
+            assert token == next_token(self.truth.words(self.tokens[: num_prompt + index])), (
+                self.request.request_id,
+                index,
+            )
 
 
 class SimulatedEngine:
@@ -384,8 +387,8 @@ class SimulatedEngine:
         """Step until `until` holds, or else until the scheduler has nothing left to do."""
         deadline = time.monotonic() + patience_s
         while not until() if until is not None else self.scheduler.has_requests():
-            if not self.step():
-                time.sleep(0.0002)
+            if not self.step() or until is not None:
+                time.sleep(0.0002)  # whoever waits for the connector's threads lets them run
             if time.monotonic() > deadline or (until is not None and not self.scheduler.has_requests() and not until()):
                 states = {name: str(self.status(name)) for name in self.scheduler.requests}
                 raise TimeoutError(f"step {self.num_steps}: what was waited for has not come; requests are {states}")
@@ -411,7 +414,7 @@ class SimulatedEngine:
         self.scheduler.shutdown()
 
     def check_at_rest(self) -> None:
-        """Conservation: run to the end, then nothing is held, reserved, leased or forgotten, and every byte is right."""
+        """Conservation: run to the end; nothing is held, reserved, leased or forgotten, and every byte is right."""
         self.run()
         pool = self.scheduler.kv_cache_manager.block_pool
         assert not self.scheduler.requests
@@ -544,7 +547,9 @@ class SimulatedEngine:
                 job.num_external = each.prefill_stats.num_external_cached_tokens
         stats = outputs.scheduler_stats
         if stats is not None and stats.connector_prefix_cache_stats is not None:
-            self.hits.update({source.value: n for source, n in stats.connector_prefix_cache_stats.hits_by_source.items()})
+            self.hits.update(
+                {source.value: n for source, n in stats.connector_prefix_cache_stats.hits_by_source.items()}
+            )
         if stats is not None and stats.kv_connector_stats is not None:
             self.counters.update({key: n for key, n in stats.kv_connector_stats.items() if _is_counter(key)})
 
@@ -565,7 +570,9 @@ class SimulatedEngine:
 class Traffic:
     """A random mixture of requests: shared prefixes, further turns of finished ones, aborts and preemptions."""
 
-    def __init__(self, engine: SimulatedEngine, seed: int, families: int = 4, salts: Sequence[str | None] = (None,)) -> None:
+    def __init__(
+        self, engine: SimulatedEngine, seed: int, families: int = 4, salts: Sequence[str | None] = (None,)
+    ) -> None:
         self._engine = engine
         self._random = random.Random(seed)
         self._families = [self._random.choices(range(VOCABULARY), k=160) for _ in range(families)]
@@ -589,12 +596,16 @@ class Traffic:
             prompt, salt = self._next_turn(self._random.choice(finished))
         else:
             family = self._random.choice(self._families)
-            prompt = family[: self._random.randrange(1, 160)] + self._random.choices(range(9), k=self._random.randrange(9))
+            prompt = family[: self._random.randrange(1, 160)] + self._random.choices(
+                range(9), k=self._random.randrange(9)
+            )
             salt = self._random.choice(self._salts)
         self._engine.add(prompt, self._random.randrange(1, 24), salt=salt, priority=self._random.randrange(3))
 
     def _next_turn(self, job: Job) -> tuple[list[int], str | None]:
-        return (job.tokens + self._random.choices(range(9), k=self._random.randrange(1, 20)))[:230], job.request.cache_salt
+        return (job.tokens + self._random.choices(range(9), k=self._random.randrange(1, 20)))[
+            :230
+        ], job.request.cache_salt
 
 
 Start = Callable[..., SimulatedEngine]

@@ -482,7 +482,7 @@ class TestReset:
         engine.serve(prompt(100))
         engine.drop_device()
         copies.load.close()
-        name = engine.add(prompt(100))
+        engine.add(prompt(100))
         engine.run(lambda: copies.load.num_waiting > 0)
         engine.scheduler.reset_connector_cache()
         copies.load.open()
