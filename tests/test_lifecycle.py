@@ -531,8 +531,8 @@ class TestTraffic:
     def test_hundreds_of_random_requests_each_see_the_right_bytes(
         self, start: Start, write: str, prefetch: str
     ) -> None:
-        engine = start(num_blocks=40, num_slots=24, step_tokens=64, policy="priority", write=write, prefetch=prefetch)
-        Traffic(engine, seed=len(write + prefetch), salts=(None, "a")).run(600)
+        engine = start(num_blocks=28, num_slots=40, step_tokens=64, policy="priority", write=write, prefetch=prefetch)
+        Traffic(engine, seed=len(write + prefetch), salts=(None, "a")).run(800)
         engine.run()
         assert sum(job.request.num_preemptions for job in engine.jobs.values()) > 0
         assert engine.counters["hit_tokens|host"] > 0

@@ -425,7 +425,7 @@ class TestTrafficWithFaults:
             if chance.random() < 0.1:
                 raise chance.choice(ERRORS)
 
-        engine = start(num_blocks=40, num_slots=14, policy="priority", write=write, prefetch=prefetch)
+        engine = start(num_blocks=28, num_slots=30, policy="priority", write=write, prefetch=prefetch)
         faults.fault = fault
         Traffic(engine, seed=7).run(500)
         engine.run()
@@ -433,7 +433,7 @@ class TestTrafficWithFaults:
 
     def test_random_requests_over_files_that_rot_see_the_right_bytes(self, start: Start, tmp_path: Path) -> None:
         chance = random.Random(5)
-        engine = start(num_blocks=40, num_slots=10)
+        engine = start(num_blocks=24, num_slots=12)
         traffic = Traffic(engine, seed=9)
         for _ in range(60):
             traffic.run(10)

@@ -1,9 +1,11 @@
-"""What the machine has to give: memory, and limits on it. Reads files of the operating system; any thread."""
+"""What the machine has to give: memory, limits on it, and CPUs. Reads files of the operating system; any thread."""
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,34 @@ def look_at_host(root: Path = Path("/")) -> HostFacts:
         huge_pages=choice[1] if choice else None,
         locked_bytes=None if soft == resource.RLIM_INFINITY else soft,
     )
+
+
+def neighbouring_cpus(root: Path = Path("/")) -> set[int]:
+    """CPUs that background threads of this process should run on.
+
+    vLLM pins a CPU worker's main thread to one core, and threads inherit that: left alone, copies and reads would all
+    share the core that computes. Theirs are the cores of the same memory node that the parent process may use.
+    """
+    own = os.sched_getaffinity(0)
+    try:
+        allowed = os.sched_getaffinity(os.getppid()) | own
+    except OSError:  # the parent has ended
+        allowed = own
+    nodes = [_cpu_list(_text(file)) for file in root.glob("sys/devices/system/node/node*/cpulist")]
+    near = set[int]().union(*(node for node in nodes if node & own))
+    return (allowed & near) or allowed
+
+
+def run_on(cpus: set[int]) -> None:
+    """Let the calling thread run on `cpus`; where the system refuses, it stays where it is."""
+    with suppress(OSError, ValueError):
+        os.sched_setaffinity(0, cpus)
+
+
+def _cpu_list(text: str) -> set[int]:
+    """Read the kernel's form of a set of CPUs, e.g. `0-3,8`."""
+    ranges = [part.split("-") for part in text.strip().split(",") if part]
+    return {cpu for bounds in ranges for cpu in range(int(bounds[0]), int(bounds[-1]) + 1)}
 
 
 def _text(path: Path) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Cell
+from vllm_hicache.machine import neighbouring_cpus, run_on
 from vllm_hicache.names import Slot
 from vllm_hicache.units import format_bytes
 
@@ -78,6 +79,7 @@ class HostPool:
             self._committer.join(timeout=1.0)
 
     def _commit(self) -> None:
+        run_on(neighbouring_cpus())
         libc = ctypes.CDLL(None, use_errno=True)
         start, stop = self._bytes.ctypes.data, self._bytes.ctypes.data + self._bytes.nbytes
         for address in range(start, stop, _COMMIT_BYTES):

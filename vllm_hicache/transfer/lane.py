@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
+from vllm_hicache.machine import neighbouring_cpus, run_on
+
 logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
@@ -91,6 +93,7 @@ class Lane:
         return not any(self._queues) and self._running == 0
 
     def _run(self) -> None:
+        run_on(neighbouring_cpus())
         while (task := self._take()) is not None:
             try:
                 task()
