@@ -447,10 +447,6 @@ class SimulatedEngine:
         """What a slot of the host pool holds."""
         return self.worker._worker.half._pool.tensor[slot].numpy().tobytes()
 
-    def poison_host(self) -> None:
-        """Fill every slot of the host pool; only for a pool that serves nothing any more."""
-        self.worker._worker.half._pool.tensor.fill_(0xA5)
-
     def page_bytes(self, job: Job, page: int) -> bytes:
         """What page `page` of a request is: for each cell of the grid [head][layer][block][word][token]."""
         words = job.truth.words(job.tokens)[page * self.page_tokens : (page + 1) * self.page_tokens]

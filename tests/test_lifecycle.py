@@ -7,6 +7,7 @@ with the conservation laws. Faults of the store are in `test_lifecycle_faults.py
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,8 +107,10 @@ class TestTiers:
 
 
 class TestSaves:
-    def test_a_save_reads_what_the_forward_pass_of_its_step_has_written(self, start: Start) -> None:
+    def test_a_save_reads_what_a_slow_forward_pass_of_its_step_has_written(self, start: Start) -> None:
+        """B1."""
         engine = start()
+        engine.before_forward = lambda: time.sleep(0.002)
         jobs = [engine.serve(prompt(70, seed), max_tokens=20) for seed in range(3)]
         assert [check_stored(engine, job) for job in jobs] == [5, 5, 5]
 

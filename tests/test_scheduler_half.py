@@ -717,6 +717,20 @@ def test_pages_that_one_request_fetches_are_not_fetched_twice(
     assert not rig.plan().loads[0].pages[0].from_store
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_nobody_waits_for_a_load_that_its_own_request_waits_for_no_more(
+    make: MakeRig, open_store: Callable[[bytes], ChunkStore], ended: bool
+) -> None:
+    make(open_store).run("a", prompt(2))
+    rig = make(open_store)
+    load = loading(rig, "b")
+    rig.begin("c", prompt(2.5))
+    assert rig.match("c") == Offer(pending=True)
+    rig.finish("b") if ended else rig.half.received(RequestId("b"))
+    assert rig.match("c") == Offer(2 * PAGE)
+    rig.report(load, 0, reason=MissReason.TIMEOUT)
+
+
 def test_a_request_that_waited_for_a_fetch_that_failed_goes_on(
     make: MakeRig, open_store: Callable[[bytes], ChunkStore]
 ) -> None:

@@ -193,6 +193,7 @@ class Operations:
         """Tell workers that nobody waits for this load any more."""
         if op in self._open:
             self._cancels.append(op)
+            self.received(op)
 
     def take_plan(self, idle: bool) -> Plan:
         """All operations begun since the last call, for the step that now begins."""
@@ -200,6 +201,12 @@ class Operations:
         plan = Plan(tuple(self._loads), tuple(self._saves), tuple(self._flushes), tuple(self._cancels), idle)
         self._plan_empty()
         return plan
+
+    def received(self, op: OpId) -> None:
+        """A load has ended for its request, though a store call may still be open: nobody else waits for its pages."""
+        record = self._open.get(op)
+        if isinstance(record, OpenLoad) and record.epoch == self._epoch:
+            self._moving.difference_update(record.keys[record.answer.host_end :])
 
     def report(self, reports: Iterable[OpReport]) -> None:
         """Take reports of ranks, and commit every operation that all of them have answered."""

@@ -184,6 +184,12 @@ class SchedulerHalf:
         self._operations.report(reports)
         self._set_gauges()
 
+    def received(self, request_id: RequestId) -> None:
+        """The engine was told that this request's load has ended."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None and tracked.load is not None:
+            self._operations.received(tracked.load)
+
     def finished(self, request_id: RequestId) -> None:
         """The request has ended, in whatever state; what is under way for it ends by itself."""
         tracked = self._tracked.pop(request_id, None)

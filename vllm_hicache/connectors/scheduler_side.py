@@ -177,6 +177,8 @@ class SchedulerSide:
         metadata = output.kv_connector_worker_meta
         if isinstance(metadata, HiCacheWorkerMetadata):
             self.half.report(metadata.reports)
+        for request_id in output.finished_recving or ():
+            self.half.received(RequestId(request_id))
 
     def finished(self, request: Request) -> None:
         """A request has ended."""
