@@ -19,11 +19,15 @@ BAR_WIDTH = 44
 TIERS = {
     "cold": "recomputed",
     "store": "store, after a restart",
+    "store_cached": "store, files just read",
     "host": "host memory",
     "device_connector": "device, with connector",
     "device": "device, vLLM alone",
 }
 """Kinds of samples that are shown, slowest first."""
+
+DEVICE_KINDS = ("device", "device_beside_store", "device_beside_store_cached")
+"""Samples of vLLM's own prefix cache, without the connector, taken beside those of other tiers."""
 
 TIER_OF_KIND = {"device": "device", "host": "host", "store": "store"}
 
@@ -93,7 +97,9 @@ class LengthRecord:
         return min((answer.hit_tokens.get(tier, 0) for answer in self.samples.get(kind, [])), default=0)
 
 
-def assemble(records: Sequence[LengthRecord], versions: Mapping[str, str]) -> Result:
+def assemble(
+    records: Sequence[LengthRecord], versions: Mapping[str, str], reads: Mapping[str, float] | None = None
+) -> Result:
     """The result: that of the longest prompt on top, and one record for each length."""
     lengths = [of_length(record) for record in records]
     main = max(lengths, key=lambda each: int(each["prompt_tokens"]))
@@ -104,11 +110,14 @@ def assemble(records: Sequence[LengthRecord], versions: Mapping[str, str]) -> Re
         "lengths": lengths,
         "versions": dict(versions),
         "machine": machine(),
+        "plain_read_s": dict(reads or {}),
         "notes": {
             "ttft": "seconds from handing token ids to the engine to its first token, medians of samples_s",
             "device": "vLLM's own prefix cache in an engine without the connector, sampled beside the other tiers",
             "paired": "median of ratios of two samples that were taken one after the other",
-            "store": "each sample another session of that length; files may be in the operating system's page cache",
+            "store": "each sample another session of that length, its files as the system left them; store_cached "
+            "is after a second restart, with the files in the operating system's page cache",
+            "plain_read_s": "reading as many of the store's files as the longest prompt has pages, on one thread",
             "outputs_equal": f"{EXACT_LIMIT} in log-probability and every token, against the prefix cache's own hit; "
             f"{ROUNDING_LIMIT} for 'alone' where vLLM alone recomputes a whole block and the connector one token",
         },
@@ -117,7 +126,7 @@ def assemble(records: Sequence[LengthRecord], versions: Mapping[str, str]) -> Re
 
 def of_length(record: LengthRecord) -> Result:
     """The result for one prompt length."""
-    device_s = record.median_s("device", "device_later")
+    device_s = record.median_s(*DEVICE_KINDS)
     host_s, store_s, cold_s = record.median_s("host"), record.median_s("store"), record.median_s("cold")
     return {
         "prompt_tokens": record.prompt_tokens,
@@ -127,6 +136,7 @@ def of_length(record: LengthRecord) -> Result:
         "device_connector_ttft_s": record.median_s("device_connector"),
         "host_ttft_s": host_s,
         "store_restart_ttft_s": store_s,
+        "store_cached_ttft_s": record.median_s("store_cached"),
         "restored_tokens": record.hits("store", "store"),
         "outputs_equal": all(each.holds for each in record.comparisons),
         "tokens_equal": all(each.tokens_equal for each in record.comparisons),
@@ -136,7 +146,9 @@ def of_length(record: LengthRecord) -> Result:
             "host_over_device": host_s / device_s,
             "host_over_device_paired": record.paired_ratio("host", "device"),
             "store_over_device": store_s / device_s,
-            "store_over_device_paired": record.paired_ratio("store", "device_later"),
+            "store_over_device_paired": record.paired_ratio("store", "device_beside_store"),
+            "store_cached_over_device": record.median_s("store_cached") / device_s,
+            "store_cached_over_device_paired": record.paired_ratio("store_cached", "device_beside_store_cached"),
             "cold_over_host": cold_s / host_s,
             "cold_over_store": cold_s / store_s,
         },
@@ -208,19 +220,19 @@ def table(result: Result) -> str:
 
 
 def num_samples(each: Result, kind: str) -> int:
-    kinds = ("device", "device_later") if kind == "device" else (kind,)
+    kinds = DEVICE_KINDS if kind == "device" else (kind,)
     return sum(len(each["samples_s"].get(name, [])) for name in kinds)
 
 
 def summary(each: Result) -> list[str]:
     """What a length's numbers say, losses included."""
     ratios, turn = each["ratios"], each["next_turn"]
-    host, store = ratios["host_over_device_paired"] - 1, ratios["store_over_device_paired"] - 1
+    host, store, cached = (ratios[f"{kind}_over_device_paired"] - 1 for kind in ("host", "store", "store_cached"))
     answers = "equal to" if each["outputs_equal"] else "DIFFERENT from"
     diffs = each["max_logprob_diff"]
     restored = max(diff for kind, diff in diffs.items() if kind != "alone")
     return [
-        f"         host memory {host:+.1%} and store {store:+.1%} against the device hit taken right after",
+        f"         beside a device hit: host memory {host:+.1%}, store {store:+.1%}, store just read {cached:+.1%}",
         f"         next turn: {turn['hit_tokens']:,} of {turn['prompt_tokens'][0]:,} tokens from host memory, "
         f"{turn['host_ttft_s']:.3f} s (vLLM's own {turn['device_ttft_s']:.3f} s)",
         f"         answers {answers} vLLM's own: log-probabilities within {restored:.4f} of the prefix cache's, "

@@ -48,10 +48,12 @@ def a_record(prompt_tokens: int, **changed: list[Answer]) -> LengthRecord:
         "cold": [answer(20.0)],
         "cold_connector": [answer(19.0), answer(21.0), answer(20.0)],
         "device": [answer(0.5, device=7808), answer(1.0, device=7808)],
-        "device_later": [answer(0.5, device=7808)],
+        "device_beside_store": [answer(0.5, device=7808)],
+        "device_beside_store_cached": [answer(0.5, device=7808)],
         "device_connector": [answer(0.6, device=7808)],
         "host": [answer(0.6, host=7808), answer(1.1, host=7808)],
         "store": [answer(0.75, store=7808)],
+        "store_cached": [answer(0.55, store=7808)],
         "turn_host": [answer(0.7, host=7808)],
         "turn_device": [answer(0.7, device=7808)],
     } | changed

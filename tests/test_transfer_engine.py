@@ -389,7 +389,7 @@ def test_a_copy_that_raises_fails_its_operation_alone_and_is_counted(make_machin
     machine.copier.before[operation, 2] = raiser(RuntimeError("bug"))
     start(1, pages)
     assert (machine.report(1).pages_done, machine.reports[1].reason) == (2, MissReason.ERROR)
-    machine.until(lambda: machine.counted["errors|copy"] == 1)
+    machine.until(lambda: machine.counted[f"errors|{operation}"] == 1)
     machine.copier.before.clear()
     start(2, pages)
     assert machine.report(2).pages_done == NUM_PAGES
@@ -457,9 +457,7 @@ def test_without_a_store_a_flush_is_declined(make_machine: MakeMachine) -> None:
     assert machine.counted["declined_pages|flush"] == 2
 
 
-def test_loads_go_to_the_store_before_flushes_that_were_there_first(
-    make_machine: MakeMachine, store: WatchedStore
-) -> None:
+def test_a_flush_that_hangs_is_not_in_the_way_of_a_load(make_machine: MakeMachine, store: WatchedStore) -> None:
     held(machine := make_machine(io_threads=1))
     machine.flush(1, 3)
     assert machine.report(1).pages_done == 1
@@ -467,10 +465,10 @@ def test_loads_go_to_the_store_before_flushes_that_were_there_first(
     machine.flush(2, 0, 1, 2)
     gate.await_entry()
     machine.load(3, fetches([3]))
+    assert machine.report(3).pages_done == 1
     gate.open()
     assert machine.report(2).pages_done == 3
-    order = list(dict.fromkeys(store.calls))
-    assert order == [("write", 3), ("write", 0), ("read", 3), ("write", 1), ("write", 2)]
+    assert list(dict.fromkeys(store.calls))[:3] == [("write", 3), ("write", 0), ("read", 3)]
 
 
 def test_waiting_tasks_are_shown_by_queue(make_machine: MakeMachine, store: WatchedStore) -> None:
@@ -479,7 +477,7 @@ def test_waiting_tasks_are_shown_by_queue(make_machine: MakeMachine, store: Watc
     machine.flush(1, 0, 1, 2)
     gate.await_entry()
     machine.engine.collect()
-    assert machine.metrics.drain()["queue_depth|store_write"] == 2
+    assert machine.metrics.drain()["queue_depth|flush"] == 2
     gate.open()
     assert machine.report(1).pages_done == 3
 

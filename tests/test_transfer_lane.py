@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from vllm_hicache.transfer.lane import Lane, Priority
+from vllm_hicache.transfer.lane import Lane
 
 PATIENCE_S = 30.0
 _serial = count()
@@ -52,14 +52,14 @@ def threads_of(lane: Lane) -> list[threading.Thread]:
 
 def blocked(lane: Lane) -> Gate:
     """Occupy the lane's only thread."""
-    lane.submit(Priority.WRITE, gate := Gate())
+    lane.submit(gate := Gate())
     assert gate.entered.wait(PATIENCE_S)
     return gate
 
 
-def finish(lane: Lane, priority: Priority = Priority.WRITE) -> None:
+def finish(lane: Lane) -> None:
     """Return when a task submitted now has run, and with it all before it."""
-    lane.submit(priority, (done := threading.Event()).set)
+    lane.submit((done := threading.Event()).set)
     assert done.wait(PATIENCE_S)
 
 
@@ -70,36 +70,31 @@ def fail(error: BaseException) -> Callable[[], None]:
     return task
 
 
-def test_loads_go_before_writes_that_were_there_first(make_lane: MakeLane) -> None:
-    lane, order = make_lane(), list[str]()
+def test_tasks_run_in_the_order_in_which_they_came(make_lane: MakeLane) -> None:
+    lane, order = make_lane(), list[int]()
     gate = blocked(lane)
-    for name, priority in [
-        ("w1", Priority.WRITE),
-        ("l1", Priority.LOAD),
-        ("w2", Priority.WRITE),
-        ("l2", Priority.LOAD),
-    ]:
-        lane.submit(priority, lambda name=name: order.append(name))
+    for number in range(5):
+        lane.submit(lambda number=number: order.append(number))
     gate.opened.set()
     finish(lane)
-    assert order == ["l1", "l2", "w1", "w2"]
+    assert order == list(range(5))
 
 
-def test_waiting_tasks_are_counted_by_priority(make_lane: MakeLane) -> None:
+def test_waiting_tasks_are_counted(make_lane: MakeLane) -> None:
     gate = blocked(lane := make_lane())
-    for priority in (Priority.LOAD, Priority.WRITE, Priority.WRITE):
-        lane.submit(priority, lambda: None)
-    assert (lane.depth(Priority.LOAD), lane.depth(Priority.WRITE)) == (1, 2)
+    for _ in range(3):
+        lane.submit(lambda: None)
+    assert lane.depth == 3
     gate.opened.set()
     finish(lane)
-    assert (lane.depth(Priority.LOAD), lane.depth(Priority.WRITE)) == (0, 0)
+    assert lane.depth == 0
 
 
 def test_tasks_run_on_as_many_threads_as_the_lane_has(make_lane: MakeLane, errors: list[Exception]) -> None:
     lane, barrier = make_lane(3), threading.Barrier(3, timeout=PATIENCE_S)
     met = [threading.Event() for _ in range(3)]
     for event in met:
-        lane.submit(Priority.LOAD, lambda event=event: (barrier.wait(), event.set()))
+        lane.submit(lambda event=event: (barrier.wait(), event.set()))
     assert all(event.wait(PATIENCE_S) for event in met)
     assert errors == []
 
@@ -111,7 +106,7 @@ def test_a_task_that_raises_is_counted_and_its_thread_lives(
     lane = make_lane()
     before = threads_of(lane)
     for _ in range(3):
-        lane.submit(Priority.LOAD, fail(error))
+        lane.submit(fail(error))
     finish(lane)
     assert errors == [error] * 3
     assert threads_of(lane) == before
@@ -122,7 +117,7 @@ def test_a_task_that_raises_is_counted_and_its_thread_lives(
 def test_a_thread_that_died_is_replaced_once_and_works(make_lane: MakeLane) -> None:
     lane = make_lane(2)
     before = threads_of(lane)
-    lane.submit(Priority.LOAD, fail(SystemExit()))
+    lane.submit(fail(SystemExit()))
     while all(thread.is_alive() for thread in before):
         before[0].join(0.01)
         before[1].join(0.01)
@@ -134,7 +129,7 @@ def test_a_thread_that_died_is_replaced_once_and_works(make_lane: MakeLane) -> N
 def test_close_finishes_what_is_queued(make_lane: MakeLane) -> None:
     lane, ran = make_lane(2), list[int]()
     for number in range(50):
-        lane.submit(Priority(number % 2), lambda number=number: ran.append(number))
+        lane.submit(lambda number=number: ran.append(number))
     assert lane.close(PATIENCE_S) == 0
     assert sorted(ran) == list(range(50))
     assert threads_of(lane) == []
@@ -154,8 +149,8 @@ def test_close_waits_for_the_task_that_runs(make_lane: MakeLane) -> None:
 def test_close_drops_and_counts_what_its_time_does_not_suffice_for(make_lane: MakeLane) -> None:
     gate, ran = blocked(lane := make_lane()), list[str]()
     threads = threads_of(lane)
-    for priority in (Priority.LOAD, Priority.WRITE, Priority.WRITE):
-        lane.submit(priority, lambda: ran.append("ran"))
+    for _ in range(3):
+        lane.submit(lambda: ran.append("ran"))
     assert lane.close(0.0) == 3
     gate.opened.set()
     for thread in threads:
@@ -168,7 +163,7 @@ def test_a_closed_lane_refuses_tasks_by_its_name(make_lane: MakeLane) -> None:
     lane = make_lane()
     lane.close(PATIENCE_S)
     with pytest.raises(RuntimeError, match=rf"{lane.name} is closed"):
-        lane.submit(Priority.LOAD, lambda: None)
+        lane.submit(lambda: None)
 
 
 def test_a_lane_can_be_closed_twice(make_lane: MakeLane) -> None:

@@ -95,7 +95,7 @@ class Config:
         load_threshold: fewer tokens than this beyond vLLM's own prefix are recomputed, not loaded.
         eviction: policy of the host pool.
         lookup_timeout_s: a store lookup that takes longer counts as a miss, seconds.
-        io_threads: threads that read from and write to the store, per rank.
+        io_threads: threads that read from the store, per rank; half as many write to it.
         flush_queue_pages: pages that may wait to be flushed; more are offered again later.
         shutdown_timeout_s: time to flush what is queued when the engine stops, seconds.
         model_id: the operator's name for these weights, instead of a fingerprint of the files.

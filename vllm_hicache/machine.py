@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,12 @@ def run_on(cpus: set[int]) -> None:
     """Let the calling thread run on `cpus`; where the system refuses, it stays where it is."""
     with suppress(OSError, ValueError):
         os.sched_setaffinity(0, cpus)
+
+
+def yield_to_others(nice: int) -> None:
+    """Make the calling thread give way to threads of a lower `nice`. On Linux niceness belongs to a thread."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def _cpu_list(text: str) -> set[int]:

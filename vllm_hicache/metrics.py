@@ -30,7 +30,7 @@ SPECS = (
     MetricSpec("evicted_pages", "counter", "tier", "Pages evicted."),
     MetricSpec("declined_pages", "counter", "direction", "Pages not saved or flushed for want of room; offered again."),
     MetricSpec("errors", "counter", "place", "Failures that were turned into misses."),
-    MetricSpec("queue_depth", "gauge", "queue", "Tasks that wait in a queue of the transfer engine."),
+    MetricSpec("queue_depth", "gauge", "queue", "Pages that wait for load, save (device), fetch, flush (store)."),
     MetricSpec("host_pages", "gauge", "state", "Pages of the host pool: used, free, reserved."),
     MetricSpec("open_operations", "gauge", None, "Operations that not every rank has reported yet."),
     MetricSpec("healthy", "gauge", None, "1 while every transfer thread runs, else 0."),

@@ -1,7 +1,8 @@
-"""The transfer engine: runs operations on one copy thread and a few store threads.
+"""The transfer engine: runs operations on lanes for loads, saves, fetches and flushes.
 
-Owned by the worker half. `load`, `save`, `flush`, `cancel` and `collect` are called on the engine's own thread
-and never wait for bytes. Loads go before saves on the copy lane and before flushes on the store lane; each page
+Owned by the worker half. `load`, `save`, `flush`, `cancel` and `collect` are called on the engine's own thread and
+never wait for bytes. Each direction has threads of its own, so that neither a long queue of flushes nor one that
+hangs is in a load's way. Saves have one thread, because a page is of use only after the pages before it. Each page
 of a load is fetched, checked and copied on its own, so that reading and copying overlap.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from vllm_hicache.errors import StoreError
@@ -22,10 +23,13 @@ from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.wrappers import ChunkStore
 from vllm_hicache.transfer.copier import Copier, Fence
 from vllm_hicache.transfer.host import HostPool
-from vllm_hicache.transfer.lane import Lane, Priority
+from vllm_hicache.transfer.lane import Lane
 from vllm_hicache.transfer.tasks import LoadTask, WriteTask
 
 logger = logging.getLogger(__name__)
+
+_FLUSH_NICE = 19
+"""Flushes take what computing leaves: nobody waits for them, and what is declined is offered again."""
 
 
 def chunk_id(page: PageMove, cell: Cell) -> ChunkId:
@@ -60,8 +64,11 @@ class TransferEngine:
         self._copier = copier
         self._metrics = metrics
         self._flush_queue_pages = flush_queue_pages
-        self._copies = Lane("copy", 1, partial(self._count_error, "copy"))
-        self._stores = Lane("store", io_threads, partial(self._count_error, "store"))
+        self._loading = Lane("load", copier.num_load_threads, partial(self._count_error, "load"))
+        self._saving = Lane("save", 1, partial(self._count_error, "save"))
+        self._fetching = Lane("fetch", io_threads, partial(self._count_error, "fetch"))
+        self._flushing = Lane("flush", max(1, io_threads // 2), partial(self._count_error, "flush"), _FLUSH_NICE)
+        self._lanes = (self._fetching, self._flushing, self._saving, self._loading)
         self._loads: dict[OpId, LoadTask] = {}
         self._changed = threading.Condition()
         self._num_open = 0
@@ -83,25 +90,25 @@ class TransferEngine:
         for index, page in enumerate(op.pages):
             if not page.from_store:
                 if page.blocks:
-                    self._copies.submit(Priority.LOAD, partial(self._copy, task, index, fence))
+                    self._loading.submit(partial(self._copy, task, index, fence))
             elif store is None:
                 self._metrics.count("misses", MissReason.ABSENT.value)
                 task.fail(index, MissReason.ABSENT)
             else:
-                self._stores.submit(Priority.LOAD, partial(self._fetch, task, index, store, fence))
+                self._fetching.submit(partial(self._fetch, task, index, store, fence))
 
     def save(self, op: SaveOp, fence: Fence) -> None:
         """Start a save; the blocks must stay untouched until its report."""
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
         for index in range(len(op.pages)):
-            self._copies.submit(Priority.WRITE, partial(self._save, task, index, fence))
+            self._saving.submit(partial(self._save, task, index, fence))
 
     def flush(self, op: FlushOp, store: ChunkStore | None) -> None:
         """Start a flush; declined as a whole when too much waits already."""
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
-        waiting = self._stores.depth(Priority.WRITE)
+        waiting = self._flushing.depth
         declined = store is None or waiting + len(op.pages) > self._flush_queue_pages
         if declined:
             self._metrics.count("declined_pages", "flush", len(op.pages))
@@ -109,7 +116,7 @@ class TransferEngine:
             if declined or store is None:
                 self._end_write(task, index, MissReason.NO_SLOT)
             else:
-                self._stores.submit(Priority.WRITE, partial(self._flush, task, index, store))
+                self._flushing.submit(partial(self._flush, task, index, store))
 
     def cancel(self, op: OpId) -> None:
         """Give up what is left of a load; it still reports."""
@@ -141,8 +148,9 @@ class TransferEngine:
     def close(self, timeout_s: float) -> None:
         """Finish saves and flushes for at most `timeout_s` seconds, then drop what is left, and say so."""
         deadline = time.monotonic() + timeout_s
-        dropped = self._stores.close(timeout_s)
-        dropped += self._copies.close(max(0.0, deadline - time.monotonic()))
+        dropped = 0
+        for lane in self._lanes:
+            dropped += lane.close(max(0.0, deadline - time.monotonic()))
         if dropped:
             logger.warning(
                 "Stopped with %d pages not yet saved or flushed after %.1f s; they will be computed again. "
@@ -161,7 +169,7 @@ class TransferEngine:
             if reason is not None:
                 self._metrics.count("misses", reason.value)
             if task.end_fetch(index, reason):
-                self._copies.submit(Priority.LOAD, partial(self._copy, task, index, fence))
+                self._loading.submit(partial(self._copy, task, index, fence))
 
     def _fetch_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
         for cell in self._cells:
@@ -242,9 +250,7 @@ class TransferEngine:
         logger.debug("%s failed: %s", place, error)
 
     def _set_gauges(self) -> None:
-        lanes: Sequence[Lane] = (self._copies, self._stores)
-        dead = sum(lane.revive() for lane in lanes)
+        dead = sum(lane.revive() for lane in self._lanes)
         self._metrics.gauge("healthy", 0 if dead else 1)
-        for lane in lanes:
-            for priority in Priority:
-                self._metrics.gauge("queue_depth", lane.depth(priority), f"{lane.name}_{priority.name.lower()}")
+        for lane in self._lanes:
+            self._metrics.gauge("queue_depth", lane.depth, lane.name)

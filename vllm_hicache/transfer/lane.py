@@ -1,4 +1,4 @@
-"""A lane: a few threads and one queue in which urgent work goes before other work.
+"""A lane: a few threads and the queue they take their work from.
 
 Owned by the transfer engine. Any thread may submit. A task that raises is counted and logged, and the thread
 lives on; a thread that died all the same is replaced when `revive` is called.
@@ -11,29 +11,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 
-from vllm_hicache.machine import neighbouring_cpus, run_on
+from vllm_hicache.machine import neighbouring_cpus, run_on, yield_to_others
 
 logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
 
-class Priority(IntEnum):
-    """Loads are waited for by a request; saves and flushes by nobody."""
-
-    LOAD = 0
-    WRITE = 1
-
-
 class Lane:
-    """`num_threads` threads that take tasks by priority, then in order of submission."""
+    """`num_threads` threads that take tasks in order of submission.
 
-    def __init__(self, name: str, num_threads: int, on_error: Callable[[Exception], None]) -> None:
+    Args:
+        nice: how much the threads yield to others, 0 to 19.
+    """
+
+    def __init__(self, name: str, num_threads: int, on_error: Callable[[Exception], None], nice: int = 0) -> None:
         self.name = name
+        self._nice = nice
         self._on_error = on_error
-        self._queues: tuple[deque[Task], deque[Task]] = (deque(), deque())
+        self._queue: deque[Task] = deque()
         self._ready = threading.Condition()
         self._running = 0
         self._closing = False
@@ -41,7 +38,7 @@ class Lane:
         self._num_threads = num_threads
         self.revive()
 
-    def submit(self, priority: Priority, task: Task) -> None:
+    def submit(self, task: Task) -> None:
         """Queue a task.
 
         Raises:
@@ -50,12 +47,13 @@ class Lane:
         with self._ready:
             if self._closing:
                 raise RuntimeError(f"lane {self.name} is closed")
-            self._queues[priority].append(task)
+            self._queue.append(task)
             self._ready.notify()
 
-    def depth(self, priority: Priority) -> int:
-        """Tasks of this priority that wait."""
-        return len(self._queues[priority])
+    @property
+    def depth(self) -> int:
+        """Tasks that wait."""
+        return len(self._queue)
 
     def revive(self) -> int:
         """Replace threads that died; how many that were (0 in all but a broken interpreter)."""
@@ -81,19 +79,19 @@ class Lane:
             self._closing = True
             self._ready.notify_all()
             self._ready.wait_for(self._idle, timeout=timeout_s)
-            dropped = sum(len(queue) for queue in self._queues)
-            for queue in self._queues:
-                queue.clear()
+            dropped = len(self._queue)
+            self._queue.clear()
             self._ready.notify_all()
         for thread in self._threads:
             thread.join(max(0.05, deadline - time.monotonic()))
         return dropped
 
     def _idle(self) -> bool:
-        return not any(self._queues) and self._running == 0
+        return not self._queue and self._running == 0
 
     def _run(self) -> None:
         run_on(neighbouring_cpus())
+        yield_to_others(self._nice)
         while (task := self._take()) is not None:
             try:
                 task()
@@ -107,9 +105,8 @@ class Lane:
 
     def _take(self) -> Task | None:
         with self._ready:
-            self._ready.wait_for(lambda: any(self._queues) or self._closing)
-            for queue in self._queues:
-                if queue:
-                    self._running += 1
-                    return queue.popleft()
-            return None
+            self._ready.wait_for(lambda: self._queue or self._closing)
+            if not self._queue:
+                return None
+            self._running += 1
+            return self._queue.popleft()
