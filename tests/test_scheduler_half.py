@@ -25,6 +25,7 @@ from vllm_hicache.lookup import Lookup, StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, PageKey, RequestId, Role, Slot, Tier
 from vllm_hicache.namespace import Namespace
+from vllm_hicache.operations import runs_of
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.scheduler import Offer, SchedulerHalf
 from vllm_hicache.storage.base import Store
@@ -1298,3 +1299,11 @@ def test_ten_thousand_aborts_at_random_moments_leave_nothing_behind(
     assert min(rig.num_loads, rig.num_saves, rig.num_cut) > 1000
     rig.told.wait()
     rig.close()
+
+
+@pytest.mark.parametrize(
+    ("positions", "runs"),
+    [([], []), ([3], [(3, 4)]), (range(2, 5), [(2, 5)]), ([1, 2, 3, 7, 8, 10], [(1, 4), (7, 9), (10, 11)])],
+)
+def test_flushed_pages_are_marked_run_by_run(positions: Sequence[int], runs: list[tuple[int, int]]) -> None:
+    assert runs_of(positions) == runs

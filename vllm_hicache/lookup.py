@@ -1,7 +1,7 @@
 """Background lookups: how many pages of a chain the store holds.
 
-Owned by the scheduler half. `begin` and `result` are called on the scheduler thread and never wait; one thread
-asks the store. A page counts as present only when every object of it is. The store's failures are misses.
+Owned by the scheduler half. `begin` is called on the scheduler thread and never waits; one thread asks the store. A
+page counts as present only when every object of it is. The store's failures are misses.
 """
 
 from __future__ import annotations
@@ -86,10 +86,7 @@ class StoreLookups:
         found, size = 0, 1
         while found < len(lookup.keys) and not lookup.abandoned:
             batch = lookup.keys[found : found + size]
-            chunks = [
-                ChunkId(key, 0, cell.role, cell.layer_group, cell.head_group) for key in batch for cell in self._cells
-            ]
-            present = lookup.store.present(chunks)
+            present = lookup.store.present([ChunkId.of(key, cell) for key in batch for cell in self._cells])
             per_page = len(self._cells)
             for index in range(len(batch)):
                 if not all(present[index * per_page : (index + 1) * per_page]):

@@ -8,6 +8,7 @@ has answered. The tree changes on acknowledgements only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from vllm_hicache.config import Config, WritePolicy
 from vllm_hicache.consensus import Ack, Ledger
@@ -83,13 +84,12 @@ class Operations:
     def load(self, tracked: Tracked, answer: Answer, blocks: Sequence[BlockId], tokens: int) -> None:
         """Load `tokens` tokens into `blocks` (all of the request's), as far as slots for store pages can be had."""
         keys = tracked.keys.keys[: answer.store_end]
-        present = min(answer.host_end, self._tier.match(keys[: answer.host_end], touch=False).num_pages)
+        found = self._tier.match(keys[: answer.host_end], touch=False)
         # The lease comes before the slots: what is reserved must not evict the very pages to be loaded.
-        lease = self._tier.lease(keys, present)
+        lease = self._tier.lease(keys, found.num_pages)
         slots = self._reserve(answer.store_end - answer.host_end)
         served = answer.host_end + len(slots)
-        held = self._tier.match(keys[: answer.host_end], touch=False).slots
-        by_page = [*held[answer.first : answer.host_end], *slots]
+        by_page = [*found.slots[answer.first :], *slots]
         moves: list[PageMove] = []
         unserved: list[BlockId] = []
         for index in range(answer.first, answer.store_end):
@@ -109,7 +109,7 @@ class Operations:
         self._open[op] = OpenLoad(tracked, keys, answer, tokens, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[answer.host_end : served])
         if self._config.write != WritePolicy.BACK:
-            self._flush_on_hit(keys[:present])
+            self._flush_on_hit(keys[: found.num_pages])
 
     def prefetch(self, tracked: Tracked, start: int, stop: int) -> None:
         """Bring pages [start, stop) of a request's chain from the store to host memory, for whoever comes next."""
@@ -166,13 +166,15 @@ class Operations:
 
     def flush(self, keys: Sequence[PageKey], positions: Sequence[int]) -> None:
         """Flush pages of a chain that are in host memory and not in the store yet."""
+        if not self._has_store:
+            return
         found = self._tier.match(keys, touch=False)
         wanted = [
             index
             for index in positions
             if index < found.num_pages and not found.stored[index] and keys[index] not in self._flushing
         ]
-        if not wanted or not self._has_store:
+        if not wanted:
             return
         lease = self._tier.lease(keys, wanted[-1] + 1)
         op = self._ledger.open()
@@ -253,8 +255,10 @@ class Operations:
             self._flush_from_step = self._step + _FLUSH_REST_STEPS
         if record.epoch != self._epoch:
             return
-        for index in record.positions[: ack.pages_done]:
-            self._tier.mark_stored(record.keys, index, index + 1)
+        done = record.positions[: ack.pages_done]
+        for start, stop in runs_of(done):
+            self._tier.mark_stored(record.keys, start, stop)
+        for index in done:
             self._events.stored(Tier.STORE, record.keys[index], record.keys[index - 1] if index else None, ())
 
     def _settle_slots(
@@ -312,6 +316,13 @@ class Operations:
         self._saves: list[SaveOp] = []
         self._flushes: list[FlushOp] = []
         self._cancels: list[OpId] = []
+
+
+def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open runs of consecutive numbers in ascending `positions`."""
+    breaks = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
+    bounds = pairwise([0, *breaks, len(positions)]) if positions else ()
+    return [(positions[first], positions[last - 1] + 1) for first, last in bounds]
 
 
 def tokens_by_tier(answer: Answer, tokens: int, end_page: int, page_tokens: int) -> dict[Tier, int]:

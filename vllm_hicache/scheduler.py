@@ -21,14 +21,11 @@ from vllm_hicache.names import BlockId, MissReason, PageKey, RequestId, Tier
 from vllm_hicache.namespace import Namespace
 from vllm_hicache.operations import Operations, tokens_by_tier
 from vllm_hicache.plan import OpReport, Plan
-from vllm_hicache.storage.wrappers import ChunkStore
+from vllm_hicache.stores import StoreFactory
 from vllm_hicache.tracking import Answer, BlockHolds, TokenSource, Tracked
 
 _GRACE_S = 0.0005
 _RETRY_STEPS = 16
-
-StoreFactory = Callable[[bytes], ChunkStore]
-"""Opens the store under a namespace digest (32 bytes)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Each process of an engine has its own. A store that cannot be reached at start i
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from vllm_hicache.config import Config
 from vllm_hicache.errors import StoreError
@@ -17,6 +18,9 @@ from vllm_hicache.storage.registry import open_store
 from vllm_hicache.storage.wrappers import ChunkStore
 
 logger = logging.getLogger(__name__)
+
+StoreFactory = Callable[[bytes], ChunkStore]
+"""Opens the store under a namespace digest (32 bytes)."""
 
 
 class StoreOpener:

@@ -6,7 +6,7 @@ nothing: what to move comes with the plan, what came of it goes back with the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +16,7 @@ from vllm_hicache.geometry import Inventory, RankGeometry
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import Plan, StepResult
 from vllm_hicache.storage.wrappers import ChunkStore
+from vllm_hicache.stores import StoreFactory
 from vllm_hicache.transfer.copier import make_copier
 from vllm_hicache.transfer.device import DeviceCache
 from vllm_hicache.transfer.engine import TransferEngine
@@ -24,8 +25,6 @@ from vllm_hicache.units import format_bytes
 
 _IDLE_WAIT_S = 0.002
 """An engine with nothing to compute would else ask a thousand times a second, on cores that copies need."""
-
-StoreFactory = Callable[[bytes], ChunkStore]
 
 
 class WorkerHalf:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_digest
 
+from vllm_hicache.geometry import Cell
 from vllm_hicache.grid import Grid
 from vllm_hicache.names import KEY_BYTES, MissReason, ObjectName, PageKey, Role
 
@@ -53,6 +54,11 @@ class ChunkId:
         for value in (self.group, self.layer_group, self.head_group):
             if not 0 <= value <= _MAX_COORDINATE:
                 raise ValueError(f"chunk coordinate {value} is outside 0..{_MAX_COORDINATE}")
+
+    @classmethod
+    def of(cls, page_key: PageKey, cell: Cell) -> ChunkId:
+        """The chunk of `page_key` that holds `cell`."""
+        return cls(page_key, 0, cell.role, cell.layer_group, cell.head_group)
 
     def object_name(self, namespace: bytes) -> ObjectName:
         """Return the chunk's name in a store; different chunks of one namespace never share a name."""

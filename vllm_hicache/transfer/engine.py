@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_hicache.errors import StoreError
-from vllm_hicache.geometry import Cell, RankGeometry
+from vllm_hicache.geometry import RankGeometry
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, OpId, RequestId
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp, StepResult
@@ -30,11 +30,6 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_NICE = 19
 """Flushes take what computing leaves: nobody waits for them, and what is declined is offered again."""
-
-
-def chunk_id(page: PageMove, cell: Cell) -> ChunkId:
-    """The object that holds `cell` of `page`."""
-    return ChunkId(page.key, 0, cell.role, cell.layer_group, cell.head_group)
 
 
 class TransferEngine:
@@ -174,7 +169,7 @@ class TransferEngine:
     def _fetch_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
         for cell in self._cells:
             payload = self._pool.cell(page.slot, cell)
-            reason = store.load(chunk_id(page, cell), payload, cell.unit_bytes)
+            reason = store.load(ChunkId.of(page.key, cell), payload, cell.unit_bytes)
             if reason is not None:
                 return reason
         return None
@@ -211,7 +206,7 @@ class TransferEngine:
 
     def _flush_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
         for cell in self._cells:
-            store.save(chunk_id(page, cell), self._pool.cell(page.slot, cell), cell.unit_bytes)
+            store.save(ChunkId.of(page.key, cell), self._pool.cell(page.slot, cell), cell.unit_bytes)
         return None
 
     def _end_write(self, task: WriteTask, index: int, reason: MissReason | None) -> None:
