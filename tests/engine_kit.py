@@ -133,7 +133,14 @@ def engine(store: str, model: Path | None = None, **settings: object) -> Iterato
     try:
         yield Engine(llm)
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        end_of(llm.llm_engine.engine_core)
+
+
+def end_of(client: Any) -> None:
+    """Shut an engine down, and its client's context with it, which vLLM leaves to the garbage collector."""
+    client.shutdown()
+    client.output_queue_thread.join(10)
+    client.ctx.destroy(linger=0)
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
