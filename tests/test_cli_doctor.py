@@ -225,7 +225,6 @@ def test_a_refused_setting_is_one_failing_line(
     ("url", "said"),
     [
         ("flie:///tmp/x", "did you mean 'file'?"),
-        ("redis://127.0.0.1", "not here yet"),
         ("nothing", "is no URL"),
         ("file:///proc/no/such", "cannot be used"),
     ],

@@ -14,6 +14,7 @@ from vllm_hicache.cli import store as cli
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.names import ObjectName, PageKey, Role
 from vllm_hicache.storage import file_tree
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId, Grid, Identity, seal
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.manifest import (
@@ -24,7 +25,6 @@ from vllm_hicache.storage.manifest import (
     read_manifests,
     write_manifest,
 )
-from vllm_hicache.storage.wrappers import ChunkStore
 
 UNIT_BYTES = 64
 PAYLOAD = bytes(range(256))

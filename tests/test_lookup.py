@@ -16,9 +16,10 @@ from vllm_hicache.lookup import Lookup, StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import ObjectName, PageKey, Role
 from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
-from vllm_hicache.storage.wrappers import ChunkStore, StoreWrapper
+from vllm_hicache.storage.wrappers import StoreWrapper
 
 SHAPE = Grid(2, 2)
 CELLS = RankGeometry(

@@ -11,9 +11,9 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.keys import PageKeys, chain_root
 from vllm_hicache.names import MissReason, PageKey, Role
 from vllm_hicache.namespace import Namespace, difference
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
-from vllm_hicache.storage.wrappers import ChunkStore
 
 SPACE = Namespace("weights", "0", "torch.bfloat16", "none", "cpu-vec-b32", 30, 3, 8192, 32, 64, "1x1")
 CHANGES: dict[str, str | int] = {

@@ -29,9 +29,10 @@ from vllm_hicache.operations import runs_of
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.scheduler import Offer, SchedulerHalf
 from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
-from vllm_hicache.storage.wrappers import ChunkStore, StoreWrapper
+from vllm_hicache.storage.wrappers import StoreWrapper
 
 BLOCK, PAGE = 16, 64
 SPACE = Namespace("weights", "0", "bf16", "none", "cpu", 1, 1, 16, BLOCK, PAGE, "1x1")

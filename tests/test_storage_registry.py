@@ -82,12 +82,6 @@ def test_a_url_that_cannot_be_honoured_is_refused_with_advice(url: str, advice: 
     assert advice in str(caught.value)
 
 
-@pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "s3", "lmcache"])
-def test_a_store_that_comes_later_says_so(scheme: str) -> None:
-    with pytest.raises(ConfigError, match=r"comes with .* use file:// or memory:// for now"):
-        open_store(f"{scheme}://host")
-
-
 @pytest.mark.parametrize(
     "url",
     [

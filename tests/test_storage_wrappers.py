@@ -12,9 +12,10 @@ import pytest
 from vllm_hicache.errors import ObjectMissing, StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.names import MissReason, ObjectName, PageKey, Role
 from vllm_hicache.storage.base import ObjectInfo, Store
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId, Grid, Identity, header_bytes, seal
 from vllm_hicache.storage.file import FileStore
-from vllm_hicache.storage.wrappers import ChunkStore, Metered, Outcome, StoreCall, StoreWrapper
+from vllm_hicache.storage.wrappers import Metered, Outcome, StoreCall, StoreWrapper
 
 NAMESPACE = b"n" * 32
 GRID = Grid(1, 1)

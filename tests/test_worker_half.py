@@ -27,8 +27,8 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, OpId, RequestId, Role
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.file import FileStore
-from vllm_hicache.storage.wrappers import ChunkStore
 from vllm_hicache.worker import WorkerHalf
 
 LAYOUT = Layout(layers=3, heads=2, draft_layers=2, shared_draft=True)

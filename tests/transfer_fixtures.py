@@ -21,7 +21,8 @@ from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, ObjectName, OpId, PageKey, RequestId, Slot
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.base import Store
-from vllm_hicache.storage.wrappers import ChunkStore, StoreWrapper
+from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.wrappers import StoreWrapper
 from vllm_hicache.transfer.copier import Copier, CpuCopier, Fence
 from vllm_hicache.transfer.device import DeviceCache
 from vllm_hicache.transfer.engine import TransferEngine

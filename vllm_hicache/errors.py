@@ -6,7 +6,8 @@
     ├── StoreError                      a store call failed: the caller turns it into a miss
     │   ├── ObjectMissing               the object is not there
     │   ├── StoreTimeout                the call's deadline passed
-    │   └── StoreUnavailable            the store cannot be reached, is full or refuses us
+    │   └── StoreUnavailable            the store cannot be reached or is full
+    │       └── StoreDenied             the store answers, and refuses us this
     └── InvariantError                  a conservation law is broken: a bug of ours, always a stop
 
 Which border turns which error into a miss and which into a stop is the table in `docs/design.md`.
@@ -40,7 +41,11 @@ class StoreTimeout(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached, is full, or refuses the credentials."""
+    """The store cannot be reached, is full, or has had its circuit opened."""
+
+
+class StoreDenied(StoreUnavailable):
+    """The store answers and refuses our credentials, or this call to them. Trying again does not help."""
 
 
 class InvariantError(HiCacheError):

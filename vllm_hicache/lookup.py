@@ -16,8 +16,8 @@ from vllm_hicache.errors import StoreError
 from vllm_hicache.geometry import Cell
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import PageKey
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
-from vllm_hicache.storage.wrappers import ChunkStore
 
 logger = logging.getLogger(__name__)
 

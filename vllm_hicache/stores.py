@@ -13,9 +13,9 @@ from vllm_hicache.errors import StoreError
 from vllm_hicache.grid import Grid
 from vllm_hicache.namespace import Namespace
 from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.manifest import write_manifest
 from vllm_hicache.storage.registry import open_store
-from vllm_hicache.storage.wrappers import ChunkStore
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Inventory, RankGeometry
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.plan import Plan, StepResult
-from vllm_hicache.storage.wrappers import ChunkStore
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.stores import StoreFactory
 from vllm_hicache.transfer.copier import make_copier
 from vllm_hicache.transfer.device import DeviceCache

@@ -29,8 +29,8 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.names import KEY_BYTES, PageKey, Role
 from vllm_hicache.namespace import FORMAT_VERSION
 from vllm_hicache.storage.base import Store, StoreUsage
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import NAMESPACE_BYTES, ChunkId, header_bytes, namespace_part
-from vllm_hicache.storage.wrappers import ChunkStore
 
 RESERVED = b"doctor\0\0"
 """First bytes of the throw-away namespaces, and their part of names, by which `store gc` finds remains."""

@@ -41,6 +41,27 @@ class StoreUsage:
     capacity_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """What every store is opened with, whatever its URL.
+
+    Attributes:
+        timeout_s: each call ends within this time, with StoreTimeout if need be. Seconds.
+        num_connections: calls that may run at once without one waiting for another.
+    """
+
+    timeout_s: float = 5.0
+    num_connections: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What a store lets us do, found out by trying. Without `write`, hits work and nothing is saved."""
+
+    write: bool = True
+    delete: bool = True
+
+
 def check_name(name: ObjectName) -> ObjectName:
     """Return `name`; raises StoreError unless it is 1 to 512 printable ASCII characters whose `/`-separated
     parts are not empty and neither begin nor end with a blank. `.` and `..` are ordinary parts."""
@@ -58,7 +79,9 @@ class Store(ABC):
     Caller guarantees: names are valid (`check_name`); parts are contiguous memoryviews of format `B`
     that nobody else touches during the call; parts given to `read` are writable.
     Implementer must: raise only StoreError subclasses (ConfigError from `probe` alone), translate the
-    medium's own errors at one seam, keep secrets out of every message, and never retry without bound.
+    medium's own errors at one seam, keep secrets out of every message, retry nothing (`Retrying` does),
+    and end every call within `StoreOptions.timeout_s` where anything but this host's kernel is waited for.
+    After a call has ended, nobody may write into its parts any more.
     Thread: all methods are thread-safe and blocking; several processes may use one medium at once.
     Failure: a call that raises has changed nothing that a later call can see, save that a write or a
     delete whose reply was lost may have taken place.
@@ -113,11 +136,13 @@ class Store(ABC):
         """Return what the store holds, cheaply: a counter may lag behind what others just did."""
 
     @abstractmethod
-    def probe(self) -> None:
-        """Check once at start the rights to write, read, list and delete, by doing so; leave nothing behind.
+    def probe(self) -> Rights:
+        """Check once at start the rights to read, list, write and delete, by doing so; leave nothing behind.
 
-        Creates what the store needs (a directory, a bucket's prefix). Failure: ConfigError for what only
-        a person can repair, with what, the numbers and the way out; StoreUnavailable for what may pass.
+        Creates what the store needs (a directory). A shared store that lets us read and list but not
+        write is no error. Failure: ConfigError for what only a person can repair (a wrong password, a
+        bucket that does not exist, a certificate that does not verify), with what, the numbers and the
+        way out; StoreUnavailable or StoreTimeout for what may pass by itself.
         """
 
     @abstractmethod

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from vllm_hicache.errors import ConfigError, ObjectMissing, StoreUnavailable
 from vllm_hicache.names import ObjectName
 from vllm_hicache.storage import file_tree
-from vllm_hicache.storage.base import ObjectInfo, Store, StoreUsage
+from vllm_hicache.storage.base import ObjectInfo, Rights, Store, StoreOptions, StoreUsage
 from vllm_hicache.storage.file_space import TEMP_FOLDER, Reservation, Space
 from vllm_hicache.storage.iovec import read_into, write_from
 from vllm_hicache.storage.url import StoreUrl
@@ -117,7 +117,7 @@ class FileStore(Store):
             self._require_root()
             return self._space.usage()
 
-    def probe(self) -> None:
+    def probe(self) -> Rights:
         if not os.path.isabs(self._root):
             raise ConfigError(f"store directory {self._root!r} is relative: give it as file:///absolute/path")
         try:
@@ -127,6 +127,7 @@ class FileStore(Store):
             if error.errno in _PASSING:
                 raise StoreUnavailable(f"probe of {self._root} failed: {error.strerror}") from error
             raise ConfigError(self._refusal(error)) from error
+        return Rights()
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -249,7 +250,7 @@ def default_capacity_bytes(path: str) -> int:
     return max(1, status.f_blocks * status.f_frsize // 2)
 
 
-def open_url(url: StoreUrl) -> Store:
+def open_url(url: StoreUrl, options: StoreOptions) -> Store:
     """Open `file:///dir?capacity=50GiB`; `~` expands; half of the disk by default. Raises ConfigError."""
     url.allow_parameters("capacity")
     url.refuse_user()

@@ -14,7 +14,7 @@ import stat
 from typing import ClassVar
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.base import Store, StoreOptions
 from vllm_hicache.storage.file import FileStore, default_capacity_bytes
 from vllm_hicache.storage.url import StoreUrl
 from vllm_hicache.units import format_bytes
@@ -60,7 +60,7 @@ class MemoryStore(FileStore):
         super().make_root()
 
 
-def open_url(url: StoreUrl) -> Store:
+def open_url(url: StoreUrl, options: StoreOptions) -> Store:
     """Open `memory://name?capacity=1GiB`; the name is `default` when left out. Raises ConfigError."""
     url.allow_parameters("capacity")
     url.refuse_user()

@@ -19,8 +19,8 @@ from vllm_hicache.geometry import RankGeometry
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, OpId, RequestId
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp, StepResult
+from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
-from vllm_hicache.storage.wrappers import ChunkStore
 from vllm_hicache.transfer.copier import Copier, Fence
 from vllm_hicache.transfer.host import HostPool
 from vllm_hicache.transfer.lane import Lane

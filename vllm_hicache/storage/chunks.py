@@ -1,0 +1,151 @@
+"""The checked, chunk-level view of a store that transfers use: errors and bad bytes end here, as misses.
+
+Owner: `storage/`. Thread: as thread-safe as the store inside.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from vllm_hicache.errors import StoreError
+from vllm_hicache.grid import Grid
+from vllm_hicache.names import MissReason, ObjectName
+from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.envelope import (
+    ChunkId,
+    Header,
+    Identity,
+    header_bytes,
+    read_header,
+    seal,
+)
+from vllm_hicache.storage.warning import RareWarning, miss_reason
+
+# For these the object may be sound, so it stays.
+_NOT_A_FAULT_OF_THE_OBJECT = frozenset(
+    {MissReason.ABSENT, MissReason.TIMEOUT, MissReason.UNAVAILABLE, MissReason.ERROR}
+)
+
+
+class ChunkStore:
+    """The chunks of one namespace in a store: bytes come out as they went in, or not at all.
+
+    Caller guarantees: payloads are contiguous memoryviews of whole units; units and sizes are the
+    namespace's own. Thread: all methods are thread-safe and blocking.
+    Failure: `load` and `load_units` never raise for what a store does; `save` and `present` raise only
+    StoreError. Arguments that make no sense (a payload of part of a unit) raise ValueError.
+    """
+
+    def __init__(self, store: Store, namespace: bytes, grid: Grid) -> None:
+        self._store = store
+        self._namespace = namespace
+        self._grid = grid
+        self._lock = threading.Lock()
+        self._misses: Counter[MissReason] = Counter()
+        self._warnings = RareWarning()
+
+    def load(self, chunk: ChunkId, payload: memoryview, unit_bytes: int) -> MissReason | None:
+        """Read a whole chunk into `payload` by one scatter read; None is a hit.
+
+        On a miss the content of `payload` is undefined. A bad object is removed, so that the next save
+        heals it; nothing is retried.
+        """
+        identity, payload = self._identity(chunk), payload.cast("B")
+        header = memoryview(bytearray(header_bytes(payload.nbytes, unit_bytes)))
+
+        def attempt() -> MissReason | None:
+            total_bytes = self._store.read(identity.object_name(), [header, payload])
+            found = read_header(header, total_bytes, identity, payload.nbytes, unit_bytes)
+            return found.check_units(0, payload) if isinstance(found, Header) else found
+
+        return self._judged(identity.object_name(), attempt)
+
+    def load_units(
+        self, chunk: ChunkId, first_unit: int, payload: memoryview, unit_bytes: int, num_units: int
+    ) -> MissReason | None:
+        """Read the units from `first_unit` on, as many as fill `payload`, of a chunk of `num_units`.
+
+        Two reads: the header, then the range. Else as `load`.
+        """
+        identity, payload = self._identity(chunk), payload.cast("B")
+        skip_bytes, chunk_bytes = first_unit * unit_bytes, num_units * unit_bytes
+        header = memoryview(bytearray(header_bytes(chunk_bytes, unit_bytes)))
+        if payload.nbytes % unit_bytes or not 0 <= skip_bytes <= chunk_bytes - payload.nbytes:
+            raise ValueError(
+                f"{payload.nbytes} bytes from unit {first_unit} on are no range of {num_units} units of "
+                f"{unit_bytes} bytes: give whole units inside the chunk"
+            )
+
+        def attempt() -> MissReason | None:
+            total_bytes = self._store.read(identity.object_name(), [header])
+            found = read_header(header, total_bytes, identity, chunk_bytes, unit_bytes)
+            if isinstance(found, MissReason):
+                return found
+            # The object may have been replaced between the reads: the total and the digests tell.
+            total_bytes = self._store.read(identity.object_name(), [payload], header.nbytes + skip_bytes)
+            if total_bytes != header.nbytes + chunk_bytes:
+                return MissReason.SHORT if total_bytes < header.nbytes + chunk_bytes else MissReason.LONG
+            return found.check_units(first_unit, payload)
+
+        return self._judged(identity.object_name(), attempt)
+
+    def save(self, chunk: ChunkId, payload: memoryview, unit_bytes: int) -> bool:
+        """Write a chunk; True when it was not there. On return any process may load it. Raises StoreError."""
+        identity, payload = self._identity(chunk), payload.cast("B")
+        header = memoryview(seal(identity, payload, unit_bytes))
+        try:
+            return self._store.write(identity.object_name(), [header, payload])
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(f"{self._store.describe()} failed to write with {error!r}") from error
+
+    def present(self, chunks: Sequence[ChunkId]) -> list[bool]:
+        """Return for each chunk whether a load is worth trying. Raises StoreError while the store cannot tell."""
+        names = [chunk.object_name(self._namespace) for chunk in chunks]
+        try:
+            found = self._store.exists(names)
+            if len(found) != len(names):
+                raise StoreError(f"{len(found)} answers to {len(names)} names")
+        except Exception as error:
+            self._count(miss_reason(error), error)
+            if isinstance(error, StoreError):
+                raise
+            raise StoreError(f"{self._store.describe()} failed to look up with {error!r}") from error
+        return found
+
+    def misses(self) -> dict[MissReason, int]:
+        """Return how many loads missed so far, and how many `present` calls failed, by reason."""
+        with self._lock:
+            return dict(self._misses)
+
+    def _identity(self, chunk: ChunkId) -> Identity:
+        return Identity(chunk, self._namespace, self._grid)
+
+    def _judged(self, name: ObjectName, attempt: Callable[[], MissReason | None]) -> MissReason | None:
+        """Run one load: an error is a miss, and a bad object is removed."""
+        fault: Exception | None = None
+        try:
+            reason = attempt()
+        except Exception as error:  # miss: whatever a store raises, the thread that loads must live
+            reason, fault = miss_reason(error), error
+        if reason is None:
+            return None
+        self._count(reason, fault)
+        if reason not in _NOT_A_FAULT_OF_THE_OBJECT:
+            self._remove(name)
+        return reason
+
+    def _remove(self, name: ObjectName) -> None:
+        try:
+            self._store.delete(name)
+        except Exception as error:  # miss: it has been counted; a bad object that stays is found bad again
+            self._warnings.warn(f"{self._store.describe()} cannot remove the bad object {name}", error)
+
+    def _count(self, reason: MissReason, fault: Exception | None) -> None:
+        with self._lock:
+            self._misses[reason] += 1
+        if fault is not None and reason is not MissReason.ABSENT:
+            self._warnings.warn(f"{self._store.describe()} failed: counted as a miss ({reason})", fault)
