@@ -87,6 +87,10 @@ class LengthRecord:
         """Median time to first token, seconds."""
         return statistics.median(self.ttfts(*kinds))
 
+    def has(self, kind: str) -> bool:
+        """Whether there are samples of that kind."""
+        return bool(self.samples.get(kind))
+
     def paired_ratio(self, kind: str, peer: str) -> float:
         """Median of ratios of samples that were taken one right after the other."""
         pairs = zip(self.ttfts(kind), self.ttfts(peer), strict=True)
@@ -97,8 +101,20 @@ class LengthRecord:
         return min((answer.hit_tokens.get(tier, 0) for answer in self.samples.get(kind, [])), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class StoreNote:
+    """Which store it was: `url` without secrets, None for one of the demo's own; `aim` in device hits, if any."""
+
+    kind: str = "file"
+    url: str | None = None
+    aim: float | None = None
+
+
 def assemble(
-    records: Sequence[LengthRecord], versions: Mapping[str, str], reads: Mapping[str, float] | None = None
+    records: Sequence[LengthRecord],
+    versions: Mapping[str, str],
+    reads: Mapping[str, float] | None = None,
+    store: StoreNote | None = None,
 ) -> Result:
     """The result: that of the longest prompt on top, and one record for each length."""
     lengths = [of_length(record) for record in records]
@@ -110,24 +126,32 @@ def assemble(
         "lengths": lengths,
         "versions": dict(versions),
         "machine": machine(),
+        "store": store_record(store or StoreNote(), [each["ratios"]["store_over_device_paired"] for each in lengths]),
         "plain_read_s": dict(reads or {}),
         "notes": {
             "ttft": "seconds from handing token ids to the engine to its first token, medians of samples_s",
             "device": "vLLM's own prefix cache in an engine without the connector, sampled beside the other tiers",
             "paired": "median of ratios of two samples that were taken one after the other",
-            "store": "each sample another session of that length, its files as the system left them; store_cached "
-            "is after a second restart, with the files in the operating system's page cache",
-            "plain_read_s": "reading as many of the store's files as the longest prompt has pages, on one thread",
+            "store": "each sample another session of that length, files as the system left them; store_cached, for "
+            "files alone, is after a second restart, with them in the operating system's page cache",
+            "plain_read_s": "reading as many of the store's objects as the longest prompt has pages, on one thread",
             "outputs_equal": f"{EXACT_LIMIT} in log-probability and every token, against the prefix cache's own hit; "
             f"{ROUNDING_LIMIT} for 'alone' where vLLM alone recomputes a whole block and the connector one token",
         },
     }
 
 
+def store_record(store: StoreNote, ratios: Sequence[float]) -> Result:
+    """The store, and whether its hits met the aim at every length."""
+    met = None if store.aim is None else max(ratios) <= store.aim
+    return {"kind": store.kind, "url": store.url, "aim": store.aim, "over_device_paired": list(ratios), "aim_met": met}
+
+
 def of_length(record: LengthRecord) -> Result:
     """The result for one prompt length."""
     device_s = record.median_s(*DEVICE_KINDS)
     host_s, store_s, cold_s = record.median_s("host"), record.median_s("store"), record.median_s("cold")
+    cached, cached_ratios = of_second_restart(record, device_s)
     return {
         "prompt_tokens": record.prompt_tokens,
         "cold_ttft_s": cold_s,
@@ -136,7 +160,7 @@ def of_length(record: LengthRecord) -> Result:
         "device_connector_ttft_s": record.median_s("device_connector"),
         "host_ttft_s": host_s,
         "store_restart_ttft_s": store_s,
-        "store_cached_ttft_s": record.median_s("store_cached"),
+        **cached,
         "restored_tokens": record.hits("store", "store"),
         "outputs_equal": all(each.holds for each in record.comparisons),
         "tokens_equal": all(each.tokens_equal for each in record.comparisons),
@@ -147,8 +171,7 @@ def of_length(record: LengthRecord) -> Result:
             "host_over_device_paired": record.paired_ratio("host", "device"),
             "store_over_device": store_s / device_s,
             "store_over_device_paired": record.paired_ratio("store", "device_beside_store"),
-            "store_cached_over_device": record.median_s("store_cached") / device_s,
-            "store_cached_over_device_paired": record.paired_ratio("store_cached", "device_beside_store_cached"),
+            **cached_ratios,
             "cold_over_host": cold_s / host_s,
             "cold_over_store": cold_s / store_s,
         },
@@ -159,6 +182,17 @@ def of_length(record: LengthRecord) -> Result:
             "device_ttft_s": record.median_s("turn_device"),
         },
         "samples_s": {kind: record.ttfts(kind) for kind in record.samples},
+    }
+
+
+def of_second_restart(record: LengthRecord, device_s: float) -> tuple[Result, Result]:
+    """Its time and its ratios; both empty where there was none."""
+    if not record.has("store_cached"):
+        return {}, {}
+    cached_s = record.median_s("store_cached")
+    return {"store_cached_ttft_s": cached_s}, {
+        "store_cached_over_device": cached_s / device_s,
+        "store_cached_over_device_paired": record.paired_ratio("store_cached", "device_beside_store_cached"),
     }
 
 
@@ -204,11 +238,16 @@ def seconds_of(each: Result, kind: str) -> float:
     return seconds
 
 
+def tiers_of(each: Result) -> dict[str, str]:
+    """Those of TIERS that a length was measured in."""
+    return {kind: name for kind, name in TIERS.items() if kind in each["samples_s"] or kind == "device"}
+
+
 def table(result: Result) -> str:
     """Medians by tier and length, and their ratio to vLLM's own prefix cache."""
     lines = [f"{'tokens':>7}  {'first token from':<24}{'TTFT s':>9}{'x device':>10}{'samples':>9}{'hit tokens':>12}"]
     for each in result["lengths"]:
-        for kind, name in TIERS.items():
+        for kind, name in tiers_of(each).items():
             seconds = seconds_of(each, kind)
             hits = each["hit_tokens"].get(kind, "")
             lines.append(
@@ -227,12 +266,14 @@ def num_samples(each: Result, kind: str) -> int:
 def summary(each: Result) -> list[str]:
     """What a length's numbers say, losses included."""
     ratios, turn = each["ratios"], each["next_turn"]
-    host, store, cached = (ratios[f"{kind}_over_device_paired"] - 1 for kind in ("host", "store", "store_cached"))
+    names = {"host": "host memory", "store": "store", "store_cached": "store just read"}
+    beside = {name: ratios.get(f"{kind}_over_device_paired") for kind, name in names.items()}
     answers = "equal to" if each["outputs_equal"] else "DIFFERENT from"
     diffs = each["max_logprob_diff"]
     restored = max(diff for kind, diff in diffs.items() if kind != "alone")
     return [
-        f"         beside a device hit: host memory {host:+.1%}, store {store:+.1%}, store just read {cached:+.1%}",
+        "         beside a device hit: "
+        + ", ".join(f"{name} {ratio - 1:+.1%}" for name, ratio in beside.items() if ratio is not None),
         f"         next turn: {turn['hit_tokens']:,} of {turn['prompt_tokens'][0]:,} tokens from host memory, "
         f"{turn['host_ttft_s']:.3f} s (vLLM's own {turn['device_ttft_s']:.3f} s)",
         f"         answers {answers} vLLM's own: log-probabilities within {restored:.4f} of the prefix cache's, "
@@ -241,12 +282,23 @@ def summary(each: Result) -> list[str]:
     ]
 
 
+def store_line(result: Result) -> str:
+    """How the store's hits stand to its aim, and what plain reads of as many bytes take."""
+    store = result["store"]
+    ratios = " and ".join(f"{ratio:.2f}" for ratio in store["over_device_paired"])
+    text = f"store ({store['kind']}): {ratios} x device"
+    if store["aim"] is not None:
+        text += f", aim {store['aim']:.2f}: {'ok' if store['aim_met'] else 'OVER'}"
+    reads = ", ".join(f"{way.replace('_', ' ')} {seconds:.3f} s" for way, seconds in result["plain_read_s"].items())
+    return f"{text}; plain reads of as many bytes on one thread: {reads}" if reads else text
+
+
 def bars(result: Result) -> str:
     """The table as bars on a logarithmic scale."""
     rows = [
         (f"{each['prompt_tokens']:,} {name}", seconds_of(each, kind))
         for each in result["lengths"]
-        for kind, name in TIERS.items()
+        for kind, name in tiers_of(each).items()
     ]
     low = math.log(min(seconds for _, seconds in rows) / 1.5)
     span = math.log(max(seconds for _, seconds in rows)) - low
@@ -263,16 +315,16 @@ def draw(result: Result, path: Path) -> None:
 
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
-    lengths, names = result["lengths"], list(TIERS.values())
+    lengths, tiers = result["lengths"], tiers_of(result["lengths"][0])
     height = 0.8 / len(lengths)
     for number, (each, colour) in enumerate(zip(lengths, ("#4c78a8", "#f58518"), strict=False)):
-        places = [row + (number - (len(lengths) - 1) / 2) * height for row in range(len(names))]
-        values = [seconds_of(each, kind) for kind in TIERS]
+        places = [row + (number - (len(lengths) - 1) / 2) * height for row in range(len(tiers))]
+        values = [seconds_of(each, kind) for kind in tiers]
         drawn = axes.barh(places, values, height * 0.92, color=colour, label=f"{each['prompt_tokens']:,} tokens")
         axes.bar_label(drawn, [f"{value:.3g} s" for value in values], padding=4, fontsize=9)
     axes.set_xscale("log")
     axes.margins(x=0.15)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(tiers)), list(tiers.values()))
     axes.invert_yaxis()
     axes.set_xlabel("time to first token, seconds (logarithmic)")
     axes.set_title("SmolLM2-135M on a CPU: where a conversation's prompt comes from")

@@ -1,12 +1,13 @@
 """A long agent conversation, answered from every tier of the cache, beside vLLM without it.
 
-    scripts/demo [--json PATH] [--picture PATH] [--store URL] [--rounds N]
+    scripts/demo [--json PATH] [--picture PATH] [--store redis|s3|lmcache|URL] [--rounds N]
 
-Engines run in processes of their own: vLLM alone, vLLM with the connector, and the latter stopped and started again,
-twice: the second time the store's files are in the operating system's page cache. For two prompt lengths, a multiple
-of the page and one that is not, the time to the first token is measured cold, from the device (vLLM's own prefix
-cache), from host memory, and from the store after each restart. Every answer is compared with vLLM's own. Takes about
-8 minutes on two cores, 8 GB of memory and 1.2 GB of disk.
+Engines run in processes of their own: vLLM alone, vLLM with the connector, and the latter stopped and started again;
+with files twice, for the second time they are in the operating system's page cache. `redis`, `s3` and `lmcache` (its
+adapter for Redis) start a real server for the demo and stop it again. For two prompt lengths, a multiple of the page
+and one that is not, the time to the first token is measured cold, from the device (vLLM's own prefix cache), from host
+memory, and from the store after each restart. Every answer is compared with vLLM's own. Takes about 8 minutes on two
+cores, 8 GB of memory and 1.2 GB of disk; with Redis 10 GB of memory and no disk.
 
 Exits with 1 if an answer differs or nothing was restored. What it does not measure: the tokenizer and an HTTP server.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
 import signal
 import sys
@@ -29,9 +29,12 @@ from types import FrameType
 from typing import NoReturn
 
 from demo_conversation import Encode, conversation, next_turn
-from demo_report import Comparison, LengthRecord, assemble, bars, draw, failures, table
-from engine_process import Answer, Engine, EngineError, Settings
+from demo_report import Comparison, LengthRecord, StoreNote, assemble, bars, draw, failures, store_line, table
+from demo_stores import SERVERS, open_demo_store
+from engine_process import Answer, Engine, Settings
 from prepare_model import default_cache, model_path
+
+from vllm_hicache.errors import HiCacheError
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out"
@@ -81,8 +84,8 @@ class Demo:
         ]
         self.versions: dict[str, str] = {}
 
-    def run(self, connector: dict[str, str], log: Path) -> list[LengthRecord]:
-        """Measure everything. Raises EngineError."""
+    def run(self, connector: dict[str, str], log: Path, *, second_restart: bool) -> list[LengthRecord]:
+        """Measure everything; with `second_restart` what a store read shortly before gives. Raises EngineError."""
         self.say("starting vLLM without the connector (half a minute)")
         with self._start(None, log) as plain:
             self.say(f"{len(LENGTHS)} prompts from scratch, then from vLLM's own prefix cache (a minute)")
@@ -96,9 +99,10 @@ class Demo:
                 self.say("a following turn of each conversation (a few seconds)")
                 self._measure_next_turns(cached, plain)
                 self.say("stopping the engine with the connector, and starting it again (half a minute)")
-            for kind, state in (("store", "as they were left"), ("store_cached", "just read")):
+            for kind in ("store", "store_cached") if second_restart else ("store",):
+                state = ", just read" if kind == "store_cached" else ""
                 with self._start(connector, log) as again:
-                    self.say(f"{NUM_SESSIONS * len(LENGTHS)} prompts from the store, its files {state} (half a minute)")
+                    self.say(f"{NUM_SESSIONS * len(LENGTHS)} prompts from the store{state} (half a minute)")
                     self._measure_store(again, plain, kind)
                     self.say("stopping the engine with the connector (a few seconds)")
         self.say("done")
@@ -170,7 +174,12 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     )
     parser.add_argument("--json", type=Path, default=OUT / "demo.json", help="result (default: out/demo.json)")
     parser.add_argument("--picture", type=Path, default=OUT / "demo.png", help="chart (default: out/demo.png)")
-    parser.add_argument("--store", help="store URL; the default is files in a directory that is removed afterwards")
+    parser.add_argument(
+        "--store",
+        metavar="|".join((*SERVERS, "URL")),
+        help="a server of the demo's own, or a store's URL; the default is files in a directory that is removed "
+        "afterwards",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="samples of each hit (default: 7)")
     args = parser.parse_args(arguments)
     if args.rounds < 1:
@@ -200,31 +209,12 @@ def measure(args: argparse.Namespace, log: Path) -> dict[str, object]:
     """Run the demo against a store that holds nothing of it yet, and put the result together."""
     model = model_path(default_cache())
     demo = Demo(model, load_encoder(model), args.rounds)
-    with tempfile.TemporaryDirectory(dir=OUT, prefix="demo-", ignore_cleanup_errors=True) as scratch:
-        store = args.store or f"file://{scratch}/store"
-        records = demo.run({"store": store, "generation": f"demo-{secrets.token_hex(4)}"}, log)
-        reads = {} if args.store else plain_reads(Path(scratch) / "store")
-    return assemble(records, demo.versions, reads)
-
-
-def plain_reads(root: Path) -> dict[str, float]:
-    """Seconds to read as many of the store's files as a prompt has pages, on one thread: a ceiling for store hits.
-
-    `disk` after the operating system was asked to forget them, `page_cache` right after that.
-    """
-    files = sorted((path for path in root.rglob("*") if path.is_file()), key=lambda path: -path.stat().st_size)
-    files = files[: max(LENGTHS) // PAGE_TOKENS]
-    os.sync()
-    for path in files:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        for path in files:
-            path.read_bytes()
-        seconds.append(time.perf_counter() - start)
-    return dict(zip(("disk", "page_cache"), seconds, strict=True))
+    scratch = tempfile.TemporaryDirectory(dir=OUT, prefix="demo-", ignore_cleanup_errors=True)
+    with scratch as folder, open_demo_store(args.store, Path(folder)) as store:
+        connector = {"store": store.url, "generation": f"demo-{secrets.token_hex(4)}"}
+        records = demo.run(connector, log, second_restart=store.second_restart)
+        reads = store.plain_reads(max(LENGTHS) // PAGE_TOKENS)
+        return assemble(records, demo.versions, reads, StoreNote(store.kind, store.shown, store.aim))
 
 
 def main() -> int:
@@ -236,7 +226,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         result = measure(args, log)
-    except EngineError as error:
+    except (HiCacheError, RuntimeError) as error:  # an EngineError, a store that is none, a server that did not start
         print(f"scripts/demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -244,7 +234,9 @@ def main() -> int:
         return 130
     args.json.write_text(json.dumps(result, indent=2) + "\n")
     draw(result, args.picture)
-    print(table(result), bars(result), f"result in {args.json}, chart in {args.picture}", sep="\n\n")
+    print(
+        table(result), store_line(result), bars(result), f"result in {args.json}, chart in {args.picture}", sep="\n\n"
+    )
     problems = failures(result)
     for problem in problems:
         print(f"scripts/demo: {problem} (the engines' log: {log})", file=sys.stderr)

@@ -45,7 +45,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_hicache import stores
 from vllm_hicache.connectors.hicache import HiCacheConnector
 from vllm_hicache.grid import Grid
 from vllm_hicache.index.host import HostTier
@@ -54,6 +53,7 @@ from vllm_hicache.metrics import BY_NAME
 from vllm_hicache.names import ObjectName, PageKey, Role, Slot
 from vllm_hicache.plan import PageMove
 from vllm_hicache.scheduler import SchedulerHalf
+from vllm_hicache.storage import stack
 from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.registry import open_store
@@ -190,7 +190,7 @@ class StoreFaults:
 
     def install(self, patch: pytest.MonkeyPatch) -> StoreFaults:
         """Put these faults into every store that an engine opens from now on."""
-        patch.setattr(stores, "open_store", lambda url: FaultyStore(open_store(url), self))
+        patch.setattr(stack, "open_store", lambda url, options: FaultyStore(open_store(url, options), self))
         return self
 
     def open_all(self) -> None:

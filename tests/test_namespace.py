@@ -28,11 +28,12 @@ CHANGES: dict[str, str | int] = {
     "block_tokens": 64,
     "page_tokens": 128,
     "grid": "2x1",
+    "protection": "hmac-sha256:0a1b2c3d",
     "format_version": 2,
 }
 CHUNK = ChunkId(PageKey(b"k" * 32), 0, Role.TARGET, 0, 0)
 PAYLOAD = bytes(range(256))
-GOLDEN = "01c5b0587bd3b08ba72fbaf8cf7017a9e7643e9d1d6fb0a2634c456fe88463c7"
+GOLDEN = "e71d80120d156a8eb5b39f32e81d1d64cb1f266db2b1e047bf08507f28c8eb5d"
 
 
 def chunks(root: Path, space: Namespace) -> ChunkStore:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
 import struct
 
 import pytest
@@ -12,14 +14,18 @@ from hypothesis import strategies as st
 from vllm_hicache.names import MissReason, PageKey, Role
 from vllm_hicache.storage.envelope import (
     FIXED_BYTES,
+    XXH3,
     ChunkId,
     Grid,
     Header,
+    HmacSealer,
     Identity,
+    Sealer,
     check,
     header_bytes,
     read_header,
     seal,
+    sealer_for,
 )
 
 UNIT_BYTES = 48
@@ -31,6 +37,10 @@ ASKED = Identity(CHUNK, NAMESPACE, GRID)
 PAYLOAD = bytes((7 * index + 3) % 256 for index in range(UNIT_BYTES * NUM_UNITS))
 SEALED = seal(ASKED, memoryview(PAYLOAD), UNIT_BYTES) + PAYLOAD
 HEADER_BYTES = len(SEALED) - len(PAYLOAD)
+KEY = bytes(range(100, 132))
+KEYED = HmacSealer(KEY)
+SIGNED = seal(ASKED, memoryview(PAYLOAD), UNIT_BYTES, KEYED) + PAYLOAD
+SIGNED_HEADER_BYTES = len(SIGNED) - len(PAYLOAD)
 
 OTHERS = {
     "key": dataclasses.replace(ASKED, chunk=dataclasses.replace(CHUNK, page_key=PageKey(b"j" * 32))),
@@ -43,13 +53,14 @@ OTHERS = {
 }
 
 
-def verdict(stored: bytes, asked: Identity = ASKED) -> MissReason | None:
+def verdict(stored: bytes, asked: Identity = ASKED, sealer: Sealer = XXH3) -> MissReason | None:
     """Judge stored bytes as a load does: buffers of the expected size, filled as far as they go."""
-    header, payload = bytearray(b"\xa5") * HEADER_BYTES, bytearray(b"\xa5") * len(PAYLOAD)
-    header[: len(stored[:HEADER_BYTES])] = stored[:HEADER_BYTES]
-    rest = stored[HEADER_BYTES : HEADER_BYTES + len(PAYLOAD)]
+    room = header_bytes(len(PAYLOAD), UNIT_BYTES, sealer)
+    header, payload = bytearray(b"\xa5") * room, bytearray(b"\xa5") * len(PAYLOAD)
+    header[: len(stored[:room])] = stored[:room]
+    rest = stored[room : room + len(PAYLOAD)]
     payload[: len(rest)] = rest
-    found = read_header(memoryview(header), len(stored), asked, len(PAYLOAD), UNIT_BYTES)
+    found = read_header(memoryview(header), len(stored), asked, len(PAYLOAD), UNIT_BYTES, sealer)
     return check(found, asked, memoryview(payload)) if isinstance(found, Header) else found
 
 
@@ -132,6 +143,94 @@ def test_another_version_or_algorithm_is_a_version_miss(total_change: int) -> No
     unknown[10] = 2
     assert verdict(bytes(newer)) is MissReason.VERSION
     assert verdict(bytes(unknown)) is MissReason.VERSION
+
+
+def test_a_key_seals_as_the_format_says() -> None:
+    assert SIGNED_HEADER_BYTES == header_bytes(len(PAYLOAD), UNIT_BYTES, KEYED) == HEADER_BYTES + 16
+    header, table_end = SIGNED[:SIGNED_HEADER_BYTES], SIGNED_HEADER_BYTES - 32
+    units = [PAYLOAD[at : at + UNIT_BYTES] for at in range(0, len(PAYLOAD), UNIT_BYTES)]
+    expected = b"".join(hmac.new(KEY, unit, hashlib.sha256).digest()[:16] for unit in units)
+    assert header[FIXED_BYTES:table_end] == expected
+    assert header[table_end:] == hmac.new(KEY, header[:table_end], hashlib.sha256).digest()
+    assert header[10] == 2
+
+
+def test_without_a_key_sealing_is_what_it_was() -> None:
+    assert sealer_for(None) == XXH3
+    assert seal(ASKED, memoryview(PAYLOAD), UNIT_BYTES, XXH3) + PAYLOAD == SEALED
+    assert SEALED[10] == 1
+
+
+def test_what_was_sealed_with_a_key_is_a_hit_for_the_key() -> None:
+    assert verdict(SIGNED, sealer=sealer_for(KEY)) is None
+    assert verdict(SIGNED, sealer=HmacSealer(KEY[:-1] + b"x")) is MissReason.CORRUPT
+
+
+@pytest.mark.parametrize("at", range(len(SIGNED)))
+def test_a_flip_of_any_byte_under_a_key_is_a_miss(at: int) -> None:
+    expected = MissReason.VERSION if at in range(8, 11) else MissReason.CORRUPT
+    assert verdict(flipped(SIGNED, at, 0x01), sealer=KEYED) is expected
+
+
+@pytest.mark.parametrize("length", [0, FIXED_BYTES, HEADER_BYTES, SIGNED_HEADER_BYTES - 1, len(SIGNED) - 1])
+def test_a_truncated_object_under_a_key_is_short(length: int) -> None:
+    assert verdict(SIGNED[:length], sealer=KEYED) is MissReason.SHORT
+
+
+def test_a_reader_with_a_key_takes_nothing_that_was_sealed_without() -> None:
+    assert verdict(SEALED, sealer=KEYED) is MissReason.VERSION
+    assert Header.parse(memoryview(SEALED), KEYED) is MissReason.VERSION
+
+
+def test_a_reader_without_a_key_takes_nothing_that_was_sealed_with_one() -> None:
+    assert verdict(SIGNED) is MissReason.VERSION
+    assert Header.parse(memoryview(SIGNED)) is MissReason.VERSION
+
+
+class Forger:
+    """Claims algorithm `algorithm` with a seal of the right length, and knows only digests that need no key."""
+
+    def __init__(self, algorithm: int, seal_bytes: int) -> None:
+        self.algorithm, self.seal_bytes = algorithm, seal_bytes
+        self.digest = XXH3.digest
+        self.equal = XXH3.equal
+
+    def seal(self, header: bytes) -> bytes:
+        return hashlib.sha256(header).digest()[: self.seal_bytes]
+
+
+@pytest.mark.parametrize("algorithm", [1, 2, 3])
+@pytest.mark.parametrize("seal_bytes", [16, 32])
+def test_a_forgery_without_the_key_is_a_miss(algorithm: int, seal_bytes: int) -> None:
+    forger = Forger(algorithm, seal_bytes)
+    forged = seal(ASKED, memoryview(PAYLOAD), UNIT_BYTES, forger) + PAYLOAD  # type: ignore[arg-type]
+    assert verdict(forged, sealer=KEYED) in (MissReason.VERSION, MissReason.CORRUPT, MissReason.SHORT)
+    assert not isinstance(Header.parse(memoryview(forged), KEYED), Header)
+
+
+def test_units_of_two_objects_of_one_key_do_not_mix() -> None:
+    other_payload = bytes(255 - byte for byte in PAYLOAD)
+    other = seal(ASKED, memoryview(other_payload), UNIT_BYTES, KEYED) + other_payload
+    start, table = SIGNED_HEADER_BYTES, FIXED_BYTES
+    mixed = bytearray(SIGNED)
+    mixed[start : start + UNIT_BYTES] = other[start : start + UNIT_BYTES]
+    assert verdict(bytes(mixed), sealer=KEYED) is MissReason.CORRUPT
+    mixed[table : table + 16] = other[table : table + 16]
+    assert verdict(bytes(mixed), sealer=KEYED) is MissReason.CORRUPT
+
+
+def test_a_range_under_a_key_is_checked_without_the_rest() -> None:
+    header = Header.parse(memoryview(SIGNED), KEYED)
+    assert isinstance(header, Header)
+    piece = memoryview(PAYLOAD)[2 * UNIT_BYTES : 4 * UNIT_BYTES]
+    assert header.check_units(2, piece) is None
+    assert header.check_units(1, piece) is MissReason.CORRUPT
+
+
+def test_no_repr_shows_the_key() -> None:
+    header = Header.parse(memoryview(SIGNED), KEYED)
+    assert repr(KEY)[2:-1] not in repr(KEYED) + repr(header)
+    assert KEY.hex() not in repr(KEYED) + repr(header)
 
 
 @given(units=st.permutations(range(NUM_UNITS)))

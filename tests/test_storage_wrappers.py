@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hicache.errors import ObjectMissing, StoreError, StoreTimeout, StoreUnavailable
+from vllm_hicache.errors import ObjectMissing, StoreCorrupt, StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.names import MissReason, ObjectName, PageKey, Role
 from vllm_hicache.storage.base import ObjectInfo, Store
 from vllm_hicache.storage.chunks import ChunkStore
-from vllm_hicache.storage.envelope import ChunkId, Grid, Identity, header_bytes, seal
+from vllm_hicache.storage.envelope import ChunkId, Grid, HmacSealer, Identity, header_bytes, seal
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.wrappers import Metered, Outcome, StoreCall, StoreWrapper
 
@@ -243,6 +243,45 @@ def test_an_object_that_changes_between_the_two_reads_of_a_range_is_a_miss(store
 def test_a_range_outside_the_chunk_is_refused(store: FileStore, first: int, num_bytes: int) -> None:
     with pytest.raises(ValueError, match="whole units inside the chunk"):
         chunks(store).load_units(CHUNK, first, memoryview(bytearray(num_bytes)), UNIT_BYTES, 8)
+
+
+def test_what_cannot_be_what_was_written_is_corrupt_and_removed(store: FileStore) -> None:
+    chunks(store).save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES)
+    view = chunks(Faulty(store, StoreCorrupt("x"), "read"))
+    assert load(view) is MissReason.CORRUPT
+    assert store.exists([NAME]) == [False]
+    assert view.misses() == {MissReason.CORRUPT: 1}
+
+
+def keyed(store: Store, key: bytes = b"k" * 32) -> ChunkStore:
+    return ChunkStore(store, NAMESPACE, GRID, HmacSealer(key))
+
+
+def test_chunks_under_a_key_come_back_whole_and_in_parts(store: FileStore) -> None:
+    view = keyed(store)
+    assert view.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES) is True
+    assert load(view) == PAYLOAD
+    buffer = bytearray(b"\xa5") * (2 * UNIT_BYTES)
+    assert view.load_units(CHUNK, 3, memoryview(buffer), UNIT_BYTES, 8) is None
+    assert buffer == PAYLOAD[3 * UNIT_BYTES : 5 * UNIT_BYTES]
+
+
+def test_an_object_without_the_key_is_refused_and_healed_by_the_next_save(store: FileStore) -> None:
+    for writer, reason in ((chunks(store), MissReason.VERSION), (keyed(store, b"o" * 32), MissReason.CORRUPT)):
+        writer.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES)
+        view = keyed(store)
+        buffer = memoryview(bytearray(UNIT_BYTES))
+        assert view.load_units(CHUNK, 0, buffer, UNIT_BYTES, 8) is reason
+        writer.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES)
+        assert load(view) is reason
+        assert view.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES) is True
+        assert load(view) == PAYLOAD
+        store.delete(NAME)
+
+
+def test_a_reader_without_a_key_refuses_what_was_sealed_with_one(store: FileStore) -> None:
+    keyed(store).save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES)
+    assert load(chunks(store)) is MissReason.VERSION
 
 
 def outcomes(calls: list[StoreCall]) -> list[tuple[str, int, Outcome]]:

@@ -245,7 +245,7 @@ class Machine:
         self.copier = WatchedCopier(rig.copier)
         self.metrics = Metrics()
         self.engine = TransferEngine(
-            3, rig.pool, rig.geometry, self.copier, self.metrics, io_threads, flush_queue_pages
+            3, rig.pool, rig.geometry, self.copier, self.metrics, io_threads, max(1, io_threads // 2), flush_queue_pages
         )
         self.reports: dict[int, OpReport] = {}
         self.received: list[RequestId] = []

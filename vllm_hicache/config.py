@@ -94,6 +94,7 @@ class Config:
         prefetch_timeout_s: time limit of `prefetch=timeout`, seconds.
         load_threshold: fewer tokens than this beyond vLLM's own prefix are recomputed, not loaded.
         eviction: policy of the host pool.
+        store_timeout_s: every call to the store ends within this time, seconds.
         lookup_timeout_s: a store lookup that takes longer counts as a miss, seconds.
         io_threads: threads that read from the store, per rank; half as many write to it.
         flush_queue_pages: pages that may wait to be flushed; more are offered again later.
@@ -111,6 +112,7 @@ class Config:
     prefetch_timeout_s: float = 10.0
     load_threshold: int = 64
     eviction: Eviction = Eviction.SLRU
+    store_timeout_s: float = 5.0
     lookup_timeout_s: float = 0.5
     io_threads: int = 4
     flush_queue_pages: int = 4096
@@ -144,6 +146,7 @@ class Config:
             prefetch_timeout_s=values.seconds("prefetch_timeout_s", 10.0),
             load_threshold=values.count("load_threshold", 64, least=0),
             eviction=values.choice("eviction", Eviction, Eviction.SLRU),
+            store_timeout_s=values.seconds("store_timeout_s", 5.0),
             lookup_timeout_s=values.seconds("lookup_timeout_s", 0.5),
             io_threads=values.count("io_threads", 4, least=1),
             flush_queue_pages=values.count("flush_queue_pages", 4096, least=1),
@@ -158,6 +161,11 @@ class Config:
     def has_store(self) -> bool:
         """Whether there is an L3 store."""
         return self.store != NO_STORE
+
+    @property
+    def flush_threads(self) -> int:
+        """Threads that write to the store, per rank: reading goes first."""
+        return max(1, self.io_threads // 2)
 
     @property
     def time_limit_s(self) -> float | None:
@@ -190,7 +198,15 @@ class Config:
 
 
 _STORE_KEYS = frozenset(
-    {"write", "prefetch", "prefetch_timeout_s", "lookup_timeout_s", "io_threads", "flush_queue_pages"}
+    {
+        "write",
+        "prefetch",
+        "prefetch_timeout_s",
+        "store_timeout_s",
+        "lookup_timeout_s",
+        "io_threads",
+        "flush_queue_pages",
+    }
 )
 
 _Choice = TypeVar("_Choice", bound=StrEnum)

@@ -5,6 +5,7 @@
     │   └── UnsupportedEngineError      this vLLM, this model or this platform is not served
     ├── StoreError                      a store call failed: the caller turns it into a miss
     │   ├── ObjectMissing               the object is not there
+    │   ├── StoreCorrupt                what came back cannot be what was written
     │   ├── StoreTimeout                the call's deadline passed
     │   └── StoreUnavailable            the store cannot be reached or is full
     │       └── StoreDenied             the store answers, and refuses us this
@@ -34,6 +35,10 @@ class StoreError(HiCacheError):
 
 class ObjectMissing(StoreError):
     """The object does not exist."""
+
+
+class StoreCorrupt(StoreError):
+    """What came back cannot be what was written under this name. The object is of no use to anybody."""
 
 
 class StoreTimeout(StoreError):

@@ -30,6 +30,9 @@ SPECS = (
     MetricSpec("evicted_pages", "counter", "tier", "Pages evicted."),
     MetricSpec("declined_pages", "counter", "direction", "Pages not saved or flushed for want of room; offered again."),
     MetricSpec("errors", "counter", "place", "Failures that were turned into misses."),
+    MetricSpec("store_calls", "counter", "outcome", "Store calls by how they ended; absent and present are no failures."),
+    MetricSpec("store_seconds", "counter", "operation", "Seconds in store calls, summed over threads."),
+    MetricSpec("store_circuit", "gauge", "side", "Circuit for reading or writing the store: 0 closed, 1 half-open, 2 open."),
     MetricSpec("queue_depth", "gauge", "queue", "Pages that wait for load, save (device), fetch, flush (store)."),
     MetricSpec("host_pages", "gauge", "state", "Pages of the host pool: used, free, reserved."),
     MetricSpec("open_operations", "gauge", None, "Operations that not every rank has reported yet."),
@@ -70,7 +73,8 @@ class Metrics:
 
 
 def merge(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Combine two drained mappings of one step: counters add up, of gauges the later one holds, `healthy` the worse."""
+    """Combine two drained mappings of one step: counters add up, of gauges the later one holds,
+    of `healthy` and `store_circuit` the worse."""
     merged = dict(one)
     for key, value in other.items():
         name = key.split("|", 1)[0]
@@ -78,6 +82,8 @@ def merge(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, flo
             merged[key] = merged.get(key, 0) + value
         elif name == "healthy":
             merged[key] = min(merged.get(key, 1), value)
+        elif name == "store_circuit":
+            merged[key] = max(merged.get(key, 0), value)
         else:
             merged[key] = value
     return merged

@@ -30,6 +30,7 @@ class Namespace:
         block_tokens: tokens a slab holds.
         page_tokens: tokens of a page.
         grid: layer groups x head groups of the objects, e.g. `1x1`.
+        protection: how objects are sealed and encrypted, with the keys' ids (`Secrets.protection`).
         format_version: version of keys and envelope.
     """
 
@@ -44,6 +45,7 @@ class Namespace:
     block_tokens: int
     page_tokens: int
     grid: str
+    protection: str = "none"
     format_version: int = FORMAT_VERSION
 
     def fields(self) -> dict[str, str | int]:

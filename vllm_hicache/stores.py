@@ -1,4 +1,4 @@
-"""Opens the configured store for a half: one connection, a chunk view for each namespace.
+"""Opens the configured store for a half: one stack of wrappers, a chunk view for each namespace.
 
 Each process of an engine has its own. A store that cannot be reached at start is no reason not to start.
 """
@@ -6,68 +6,116 @@ Each process of an engine has its own. A store that cannot be reached at start i
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 from vllm_hicache.config import Config
 from vllm_hicache.errors import StoreError
 from vllm_hicache.grid import Grid
+from vllm_hicache.metrics import Metrics
 from vllm_hicache.namespace import Namespace
-from vllm_hicache.storage.base import Store
+from vllm_hicache.secrets import Secrets
+from vllm_hicache.storage.base import StoreOptions
+from vllm_hicache.storage.breaker import CircuitState
 from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.envelope import Sealer, sealer_for
 from vllm_hicache.storage.manifest import write_manifest
-from vllm_hicache.storage.registry import open_store
+from vllm_hicache.storage.stack import StoreStack, open_stack
+from vllm_hicache.storage.wrappers import StoreCall
 
 logger = logging.getLogger(__name__)
 
 StoreFactory = Callable[[bytes], ChunkStore]
 """Opens the store under a namespace digest (32 bytes)."""
 
+_STATE_CODES = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
+
 
 class StoreOpener:
     """See the module.
 
     Args:
-        store: open and probed.
+        stack: opened, and probed as far as it could be.
         grid: how pages are cut into its objects.
+        sealer: how those are sealed.
     """
 
-    def __init__(self, store: Store, grid: Grid) -> None:
-        self._store = store
+    def __init__(self, stack: StoreStack, grid: Grid, sealer: Sealer) -> None:
+        self._stack = stack
         self._grid = grid
+        self._sealer = sealer
+        self._announced: dict[bytes, Namespace] = {}
+        # A store that comes late, or returns empty, has no record of what its pages are.
+        stack.on_recovery = self._announce_all
 
     @classmethod
-    def for_config(cls, config: Config) -> StoreOpener | None:
+    def for_config(cls, config: Config, metrics: Metrics) -> StoreOpener | None:
         """Open and probe the configured store; `None` where there is none.
 
         Raises:
-            ConfigError: a wrong URL, or a store that will never work as configured.
+            ConfigError: a wrong URL or key, or a store that will never work as configured.
         """
         if not config.has_store:
             return None
-        store = open_store(config.store)
+        secrets = Secrets.from_environment(os.environ)
+        # Each thread that reads or writes has a connection, and so has the one that looks up.
+        options = StoreOptions(config.store_timeout_s, config.io_threads + config.flush_threads + 1)
+        meter = StoreMeter(metrics)
+        stack = open_stack(config.store, options, secrets, meter.count)
+        meter.watch(stack)
+        name = stack.store.describe()
         try:
-            store.probe()
+            rights = stack.store.probe()
         except StoreError as error:  # a miss for as long as it lasts
-            logger.warning(
-                "The store %s is not usable now (%s); serving without it until it is", store.describe(), error
-            )
-        return cls(store, config.grid)
+            logger.warning("The store %s is not usable now (%s); serving without it until it is", name, error)
+        else:
+            if not rights.write:
+                logger.warning("The store %s is read-only for this engine: hits work, nothing is saved", name)
+        return cls(stack, config.grid, sealer_for(secrets.seal_key))
 
     def chunks(self, namespace: bytes) -> ChunkStore:
         """The chunks of one namespace (32-byte digest)."""
-        return ChunkStore(self._store, namespace, self._grid)
+        return ChunkStore(self._stack.store, namespace, self._grid, self._sealer)
 
     def announce(self, namespace: Namespace) -> None:
         """Leave a readable record of the namespace's fields in the store, for `store ls` and `doctor`."""
-        try:
-            write_manifest(self._store, namespace.digest(), namespace.fields())
-        except StoreError as error:  # a miss: only listings suffer
-            logger.warning("The namespace's manifest was not written to %s: %s", self._store.describe(), error)
+        self._announced[namespace.digest()] = namespace
+        self._write(namespace)
 
     def describe(self) -> str:
         """The store's URL without secrets."""
-        return self._store.describe()
+        return self._stack.store.describe()
 
     def close(self) -> None:
         """Close the store."""
-        self._store.close()
+        self._stack.store.close()
+
+    def _announce_all(self) -> None:
+        for namespace in list(self._announced.values()):
+            self._write(namespace)
+
+    def _write(self, namespace: Namespace) -> None:
+        try:
+            write_manifest(self._stack.store, namespace.digest(), namespace.fields())
+        except StoreError as error:  # a miss: only listings suffer
+            logger.warning("The namespace's manifest was not written to %s: %s", self.describe(), error)
+
+
+class StoreMeter:
+    """Counts store calls, and shows how the circuits stand after each of them. Any thread."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._stack: StoreStack | None = None
+
+    def watch(self, stack: StoreStack) -> None:
+        """Show this stack's circuits from now on."""
+        self._stack = stack
+
+    def count(self, call: StoreCall) -> None:
+        """One finished call."""
+        self._metrics.count("store_calls", call.outcome.value)
+        self._metrics.count("store_seconds", call.operation, call.seconds)
+        if self._stack is not None:
+            for side, state in self._stack.circuits().items():
+                self._metrics.gauge("store_circuit", _STATE_CODES[state], side.value)

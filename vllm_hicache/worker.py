@@ -70,7 +70,14 @@ class WorkerHalf:
         self.inventory = Inventory(rank, cache.layers, geometry.slot_bytes, self._pool.num_slots, encoding)
         copier = make_copier(cache, self._pool, geometry)
         self._engine = TransferEngine(
-            rank, self._pool, geometry, copier, metrics, config.io_threads, config.flush_queue_pages
+            rank,
+            self._pool,
+            geometry,
+            copier,
+            metrics,
+            config.io_threads,
+            config.flush_threads,
+            config.flush_queue_pages,
         )
 
     def start_loads(self, plan: Plan) -> None:

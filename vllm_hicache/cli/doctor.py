@@ -1,6 +1,7 @@
 """`vllm-hicache doctor`: will it work, what will be shared, and why not.
 
-Owner: `cli/`. Runs on the console's main thread. Looks through `cli/probe.py` and judges here; starts no
+Owner: `cli/`. Runs on the console's main thread. Looks through `cli/probe.py` and judges here, the store and
+sharing in `cli/store_report.py` and `cli/sharing.py`; starts no
 engine and imports neither torch nor vLLM. Each section is printed when it is known. Exit status: 0 fine, 1
 something fails, 2 the command line itself is wrong (`--config` is no JSON, `--json` cannot be written).
 """
@@ -11,53 +12,27 @@ import argparse
 import json
 import os
 import platform
-import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import fields
 from importlib import metadata
-from pathlib import Path
 
 from vllm_hicache import __version__
 from vllm_hicache.cli import probe
-from vllm_hicache.cli.probe import Line, Mark, ModelFacts, Report, StoreSpeed, Value
+from vllm_hicache.cli.asked import Asked, without_secrets
+from vllm_hicache.cli.probe import ModelFacts
+from vllm_hicache.cli.report import BY_ENGINE, Line, Report, Value, fail, ok, warn
+from vllm_hicache.cli.sharing import namespace_lines
+from vllm_hicache.cli.store_report import open_asked, store_lines
 from vllm_hicache.config import Config, HostMemory
 from vllm_hicache.connectors.plugin import NAME
-from vllm_hicache.errors import ConfigError, StoreError
+from vllm_hicache.errors import ConfigError
 from vllm_hicache.machine import look_at_host
-from vllm_hicache.namespace import Namespace, difference
-from vllm_hicache.storage.base import Store
-from vllm_hicache.storage.manifest import Manifest, Unreadable, read_manifests
-from vllm_hicache.storage.registry import open_store
 from vllm_hicache.support import SUPPORTED, is_supported
 from vllm_hicache.units import format_bytes
 
-_PROMPT_TOKENS = 7500
-_BY_ENGINE = "decided by the engine"
 _FULL_ATTENTION = "full attention is supported so far, run this model without the connector"
-_SHARED_SETTINGS = frozenset({"generation", "page_tokens", "grid"})
-_WAYS_OUT = {
-    "kv_dtype": "start both with the same --dtype and --kv-cache-dtype",
-    "quantization": "start both with the same --quantization",
-    "encoding": "run both on the same attention backend, instruction set and --block-size",
-    "block_tokens": "start both with the same --block-size",
-    "format_version": "install the same vllm-hicache release for both",
-}
-_SECRET = re.compile(r"([?&][^=&]*(?:pass|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
-Fields = Mapping[str, str | int]
-
-ok, warn, fail = partial(Line, Mark.OK), partial(Line, Mark.WARN), partial(Line, Mark.FAIL)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the command line asks for. `config` is None where it is refused, for the reason `refusal`."""
-
-    raw: Mapping[str, object]
-    config: Config | None
-    refusal: str
-    model: Path | None
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,56 +41,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--model", metavar="DIR", help="the model's local directory")
     parser.add_argument("--config", metavar="JSON|@FILE", help="kv_connector_extra_config")
     parser.add_argument("--store", metavar="URL", help="the store, instead of the config's")
+    parser.add_argument("--prefill", metavar="RATE", type=float, help="tokens a second that the engine computes")
     parser.add_argument("--json", metavar="PATH", help="write the report as JSON to PATH, or - for stdout")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Look at everything and report. Raises ConfigError for a command line that makes no sense."""
-    asked = _asked(args)
+    asked = Asked.of(args, os.environ)
     report = Report(quiet=args.json == "-")
     report.add("engine", engine_lines())
     report.add("settings", settings_lines(asked))
     found = probe.look_at_model(asked.model) if asked.model is not None else None
     report.add("model", model_lines(asked, found))
     facts = found if isinstance(found, ModelFacts) else None
-    store, told = _open(asked)
-    try:
-        report.add("namespace", namespace_lines(asked, facts, store))
+    opened = open_asked(asked)
+    if isinstance(opened, Line):
+        report.add("namespace", namespace_lines(asked, facts, None))
         report.add("host", host_lines(asked))
-        report.add("store", store_lines(asked, facts, store) if store else iter([told]))
-    finally:
-        if store is not None:
-            store.close()
+        report.add("store", iter([opened]))
+    else:
+        with closing(opened.store):
+            report.add("namespace", namespace_lines(asked, facts, opened.contents))
+            report.add("host", host_lines(asked))
+            report.add("store", store_lines(asked, facts, opened))
     report.add("follows", follow_lines(asked))
     return 0 if report.finish(args.json) else 1
-
-
-def _asked(args: argparse.Namespace) -> Asked:
-    raw = _raw_config(args.config) if args.config is not None else {}
-    if args.store is not None:
-        raw["store"] = args.store
-    model = Path(args.model).expanduser() if args.model is not None else None
-    try:
-        config = Config.parse(raw)
-    except ConfigError as error:
-        return Asked(raw, None, str(error), model)
-    return Asked(raw, config, "", model)
-
-
-def _raw_config(text: str) -> dict[str, object]:
-    """The extra config that `--config` gives; of a whole kv-transfer-config, that part of it."""
-    try:
-        content: object = json.loads(Path(text[1:]).expanduser().read_bytes() if text.startswith("@") else text)
-    except OSError as error:
-        raise ConfigError(f"cannot read {text[1:]!r} ({error.strerror}): give --config @FILE") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--config is not JSON ({error}): write '{{\"key\": value}}' or @FILE") from error
-    if isinstance(content, dict) and content.keys() & {"kv_connector", "kv_connector_extra_config"}:
-        content = content.get("kv_connector_extra_config", {})
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config is a JSON {type(content).__name__}: write '{{\"key\": value}}'")
-    return content
 
 
 def engine_lines() -> Iterator[Line]:
@@ -160,8 +111,8 @@ def settings_lines(asked: Asked) -> Iterator[Line]:
     for field in fields(asked.config):
         value = _plain(getattr(asked.config, field.name))
         if field.name == "store":
-            value = _without_secrets(asked.config.store)
-        unset = _BY_ENGINE if field.name == "page_tokens" else "not set"
+            value = without_secrets(asked.config.store)
+        unset = BY_ENGINE if field.name == "page_tokens" else "not set"
         source = "" if field.name in asked.raw else "  (default)"
         yield ok(field.name, f"{unset if value is None else value}{source}", value)
 
@@ -183,7 +134,7 @@ def model_lines(asked: Asked, facts: ModelFacts | str | None) -> Iterator[Line]:
         ("head_size", facts.head_size),
     ):
         yield ok(name, str(value), value) if value else warn(name, "config.json does not say")
-    yield ok("dtype", facts.dtype or _BY_ENGINE, facts.dtype)
+    yield ok("dtype", facts.dtype or BY_ENGINE, facts.dtype)
     if facts.latent is not None:
         yield fail("attention", f"MLA, {facts.latent} elements a token: {_FULL_ATTENTION}", facts.latent)
     elif facts.layer_kinds:
@@ -216,73 +167,11 @@ def _size_lines(config: Config, facts: ModelFacts) -> Iterator[Line]:
         yield ok("host_tokens", text, held) if held else fail("host_tokens", text + way_out, held)
 
 
-def namespace_lines(asked: Asked, facts: ModelFacts | None, store: Store | None) -> Iterator[Line]:
-    """What decides sharing, and with which namespaces of the store it can be."""
-    if asked.config is None:
-        yield warn("skipped", "not looked at: the settings are refused")
-        return
-    known = probe.known_fields(asked.config, facts)
-    for field in fields(Namespace):
-        value = known.get(field.name)
-        lacking = field.name == "model" and facts is None
-        unknown = "give --model DIR, or pin model_id" if lacking else _BY_ENGINE
-        yield ok(field.name, str(unknown if value is None else value), value)
-    try:
-        manifests = read_manifests(store) if store is not None else {}
-    except StoreError as error:
-        yield fail("in_store", f"its namespaces cannot be listed: {error}")
-        return
-    for part, manifest in manifests.items():
-        yield _compared(part, manifest, known, facts)
-    yield from _siblings({part: one.fields for part, one in manifests.items() if isinstance(one, Manifest)})
-
-
-def _compared(part: str, found: Manifest | Unreadable, known: Fields, facts: ModelFacts | None) -> Line:
-    if isinstance(found, Unreadable):
-        return warn(part, f"unreadable manifest ({found.why}): `vllm-hicache store gc --namespace {part}`")
-    theirs = {name: value for name, value in found.fields.items() if name in known}
-    differing = difference(dict(known), theirs)
-    model = differing.pop("model", None)
-    told = f"differs in {_told(differing)}" if differing else "differs in no field known without an engine"
-    if "model" not in known:
-        return ok(part, f"model not compared; {told}", False)
-    if model is not None:
-        dtype = facts and facts.dtype_of(model[1])
-        if dtype is None:
-            return ok(part, f"another model, not shared ({model[1][:16]}); {told}", False)
-        return warn(part, f"same weights run in {dtype}, not shared: start both with the same --dtype", False)
-    if differing:
-        return warn(part, f"same model; {told}: {_ways_out(differing)}", False)
-    left = (f"{name}={value}" for name, value in found.fields.items() if name not in known)
-    return ok(part, f"same model; {told}; shared if the engine has {', '.join(left)}", True)
-
-
-def _siblings(found: Mapping[str, Fields]) -> Iterator[Line]:
-    """Why namespaces of one model that are in the store do not share with each other."""
-    first: dict[str | int, str] = {}
-    for part, there in found.items():
-        one = first.setdefault(there.get("model", part), part)
-        differing = difference(dict(found[one]), dict(there)) if one != part else {}
-        if differing:
-            text = f"same model as {one}; differs in {_told(differing)}: {_ways_out(differing)}"
-            yield (ok if differing.keys() == {"generation"} else warn)(part, text, False)
-
-
-def _told(differing: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{name}: {one} vs {other}" for name, (one, other) in differing.items())
-
-
-def _ways_out(differing: Mapping[str, tuple[str, str]]) -> str:
-    alike = "set {} alike in both engines' kv_connector_extra_config"
-    ways = (alike.format(name) if name in _SHARED_SETTINGS else _WAYS_OUT.get(name) for name in differing)
-    return "; ".join(dict.fromkeys(way for way in ways if way)) or "another config.json, not to be mended"
-
-
 def host_lines(asked: Asked) -> Iterator[Line]:
     """Whether the memory that is asked for is there, and of which kind."""
     host, config = look_at_host(), asked.config
     wanted = config.host_memory.num_bytes if config is not None else None
-    shown = format_bytes(wanted) if wanted is not None else _BY_ENGINE
+    shown = format_bytes(wanted) if wanted is not None else BY_ENGINE
     yield ok("asked_bytes", f"{shown} for each rank", wanted)
     limits = {"available_bytes": host.available_bytes, "container_bytes": host.container_bytes}
     for name, limit in limits.items():
@@ -299,70 +188,6 @@ def host_lines(asked: Asked) -> Iterator[Line]:
     yield ok("locked_bytes", locked, host.locked_bytes)
 
 
-def _open(asked: Asked) -> tuple[Store | None, Line]:
-    """The store, open and probed; without one, the line that tells why."""
-    if asked.config is None:
-        return None, warn("skipped", "not looked at: the settings are refused")
-    if not asked.config.has_store:
-        return None, ok("none", "no store: pages live in host memory alone")
-    store = None
-    try:
-        store = open_store(asked.config.store)
-        store.probe()
-    except (ConfigError, StoreError) as error:
-        if store is not None:
-            store.close()
-        later = "" if isinstance(error, ConfigError) else "; an engine would start and try again later"
-        return None, fail("usable", f"{error}{later}")
-    return store, ok("usable", store.describe())
-
-
-def store_lines(asked: Asked, facts: ModelFacts | None, store: Store) -> Iterator[Line]:
-    """How fast the store is, how full, and what that means for a prompt."""
-    yield ok("usable", f"{store.describe()}: may be written, read, listed and deleted from", True)
-    try:
-        usage = store.usage()
-        speed = probe.measure_store(store, usage)
-    except StoreError as error:
-        yield fail("speed", f"cannot be measured: {error}")
-        return
-    limit = usage.capacity_bytes
-    share = "" if limit is None else f", {usage.used_bytes / limit:.1%} of {format_bytes(limit)}"
-    used = f"{format_bytes(usage.used_bytes)} in {usage.num_objects} objects{share}"
-    yield ok("used_bytes", used, usage.used_bytes)
-    yield ok("exists_s", f"{speed.exists_s * 1e3:.3f} ms, median of one look-up", speed.exists_s)
-    if speed.read_s is not None:
-        yield ok("read_s", f"{speed.read_s * 1e3:.3f} ms, median of one small read", speed.read_s)
-    if speed.num_objects == 0 and not speed.faults:
-        yield warn("speed", "not measured, that would evict pages: raise `capacity` in the store's URL")
-    yield from _speed_lines(asked.config or Config(), facts, speed)
-    for fault in speed.faults:
-        yield fail("trial", fault)
-    if speed.num_left:
-        way_out = f"`vllm-hicache store gc URL --namespace {probe.RESERVED_PART}`"
-        yield fail("left_behind", f"{speed.num_left} objects of the trial: {way_out}", speed.num_left)
-
-
-def _speed_lines(config: Config, facts: ModelFacts | None, speed: StoreSpeed) -> Iterator[Line]:
-    amount = f"MiB/s, {speed.num_objects} objects, {format_bytes(speed.num_bytes)}, one thread"
-    if speed.write_bytes_per_s is not None:
-        told = f"{speed.write_bytes_per_s / (1 << 20):.0f} {amount}"
-        yield ok("write_bytes_per_s", told, speed.write_bytes_per_s)
-    if speed.read_bytes_per_s is not None:
-        told = f"{speed.read_bytes_per_s / (1 << 20):.0f} {amount}, just written: a cache may have helped"
-        yield ok("read_bytes_per_s", told, speed.read_bytes_per_s)
-    token_bytes, rate = facts.kv_bytes_per_token if facts else None, speed.read_bytes_per_s
-    if token_bytes is None or rate is None:
-        return
-    page = config.page_tokens_for(probe.block_tokens())
-    num_bytes = _PROMPT_TOKENS // page * page * token_bytes
-    seconds = num_bytes / rate
-    text = f"{seconds:.3f} s to fetch the pages of a {_PROMPT_TOKENS}-token prompt, {format_bytes(num_bytes)}"
-    late = config.time_limit_s is not None and seconds > config.time_limit_s
-    text += f", cut off after {config.time_limit_s} s: raise prefetch_timeout_s" if late else ""
-    yield (warn if late else ok)("prompt_s", text, seconds)
-
-
 def follow_lines(asked: Asked) -> Iterator[Line]:
     """The option to start the engine with."""
     if asked.config is None:
@@ -370,7 +195,7 @@ def follow_lines(asked: Asked) -> Iterator[Line]:
         return
     extra = dict(asked.raw)
     if "store" in extra:
-        extra["store"] = _without_secrets(asked.config.store)
+        extra["store"] = without_secrets(asked.config.store)
     option = {
         "kv_connector": NAME,
         "kv_connector_module_path": "vllm_hicache.connectors",
@@ -388,8 +213,3 @@ def _plain(value: object) -> Value:
     if isinstance(value, HostMemory):
         return f"{value.ratio:g}x" if value.num_bytes is None else format_bytes(value.num_bytes)
     return value if isinstance(value, int | float | None) else str(value)
-
-
-def _without_secrets(url: str) -> str:
-    """The URL without what may be a password: all before an @, and the values of telling parameters."""
-    return re.sub(r"://[^/].*@", "://***@", _SECRET.sub(r"\1***", url), flags=re.DOTALL)

@@ -1,45 +1,27 @@
-"""What `doctor` looks at, and the report it writes: packages, a model, the host's memory, a store's speed.
+"""What `doctor` looks at beside the store: installed packages, and a model's directory.
 
-Looks and measures, judges nothing: `cli/doctor.py` tells people what the numbers mean. Nothing here imports
-torch or vLLM. Owner: `cli/`. Thread: the console's main thread. What a trial writes to a store it deletes.
+Looks and judges nothing: `cli/doctor.py` tells people what it means. Nothing here imports torch or vLLM.
+Owner: `cli/`. Thread: the console's main thread.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from enum import StrEnum
+from dataclasses import dataclass
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 
 from vllm_hicache.config import Config
-from vllm_hicache.errors import ConfigError, StoreError
+from vllm_hicache.errors import ConfigError
 from vllm_hicache.fingerprint import model_identity, weights_fingerprint
-from vllm_hicache.grid import Grid
-from vllm_hicache.names import KEY_BYTES, PageKey, Role
 from vllm_hicache.namespace import FORMAT_VERSION
-from vllm_hicache.storage.base import Store, StoreUsage
-from vllm_hicache.storage.chunks import ChunkStore
-from vllm_hicache.storage.envelope import NAMESPACE_BYTES, ChunkId, header_bytes, namespace_part
+from vllm_hicache.secrets import Secrets
 
-RESERVED = b"doctor\0\0"
-"""First bytes of the throw-away namespaces, and their part of names, by which `store gc` finds remains."""
-RESERVED_PART = namespace_part(RESERVED)
-_MIB = 1 << 20
-_UNIT_BYTES = 64 * 1024
-_TRIAL_BYTES = (4 * _MIB, 4 * _MIB, 2 * _MIB, 2 * _MIB, _MIB, _MIB)
-_TRIAL_LIMIT_S = 10.0
-_CALLS = 20
 _KV_ELEMENT_BYTES = 2
 _DTYPES = ("bfloat16", "float16", "float32")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -47,65 +29,6 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 # In vLLM's order.
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
-
-Value = str | int | float | bool | None
-
-
-class Mark(StrEnum):
-    """How a line turned out."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One finding. `value` is what stands behind the text, numbers in the unit that the name says."""
-
-    mark: Mark
-    name: str
-    text: str
-    value: Value = None
-
-
-class Report:
-    """Collects the sections; prints each as it comes, unless stdout is for the JSON."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-        self._sections: dict[str, list[Line]] = {}
-
-    def add(self, section: str, lines: Iterator[Line]) -> None:
-        """Take a section's lines and print them."""
-        found = self._sections[section] = list(lines)
-        width = max(len(line.name) for line in found)
-        self._print(section)
-        for line in found:
-            self._print(f"  {line.mark:4}  {line.name:{width}}  {line.text}")
-        self._print("")
-
-    def finish(self, path: str | None) -> bool:
-        """Print the verdict, write the JSON to `path` (`-`: stdout); True when nothing fails."""
-        counts = Counter(line.mark for lines in self._sections.values() for line in lines)
-        good = not counts[Mark.FAIL]
-        told = ", ".join(f"{counts[mark]} {mark}" for mark in Mark)
-        self._print(f"{'fine' if good else 'something fails'}: {told}")
-        sections = {name: [asdict(line) for line in lines] for name, lines in self._sections.items()}
-        text = json.dumps({"ok": good, "sections": sections}, indent=2) + "\n"
-        if path == "-":
-            sys.stdout.write(text)
-        elif path is not None:
-            try:
-                Path(path).write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror}; give another path or -") from error
-        return good
-
-    def _print(self, text: str) -> None:
-        """Printable ASCII alone: a manifest or a path must not steer the terminal."""
-        if not self._quiet:
-            print("".join(char if " " <= char <= "~" else "?" for char in text), flush=True)
 
 
 def installed_version(name: str) -> str | None:
@@ -161,6 +84,10 @@ class ModelFacts:
         elements = self.latent or 2 * (self.kv_heads or 0) * (self.head_size or 0)
         return (self.layers or 0) * elements * _KV_ELEMENT_BYTES or None
 
+    def page_bytes(self, page_tokens: int) -> int | None:
+        """Bytes of one page of `page_tokens` tokens over the whole model."""
+        return self.kv_bytes_per_token and page_tokens * self.kv_bytes_per_token
+
     def identity(self, dtype: str | None) -> str | None:
         """The namespace's `model` of an engine with these weights in `dtype`, without `--hf-overrides`."""
         if self.fingerprint is None or dtype is None:
@@ -201,7 +128,7 @@ def look_at_model(path: Path) -> ModelFacts | str:
     )
 
 
-def known_fields(config: Config, facts: ModelFacts | None) -> dict[str, str | int]:
+def known_fields(config: Config, facts: ModelFacts | None, secrets: Secrets) -> dict[str, str | int]:
     """The namespace's fields that are known without an engine.
 
     They hold for an engine with `--dtype auto`, `--kv-cache-dtype auto` and no `--hf-overrides`.
@@ -215,130 +142,12 @@ def known_fields(config: Config, facts: ModelFacts | None) -> dict[str, str | in
         "kv_heads": facts.kv_heads if facts else None,
         "page_tokens": config.page_tokens,
         "grid": str(config.grid),
+        "protection": secrets.protection,
         "format_version": FORMAT_VERSION,
     }
     if config.model_id is not None:
         fields["model"] = f"id:{config.model_id}"
     return {name: value for name, value in fields.items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class StoreSpeed:
-    """What a trial on one thread measured; None is what it could not.
-
-    `num_bytes` are payload; `exists_s` and `read_s` the median seconds of one look-up and one small read;
-    `num_left` objects could not be deleted.
-    """
-
-    num_objects: int
-    num_bytes: int
-    exists_s: float
-    read_s: float | None
-    write_bytes_per_s: float | None
-    read_bytes_per_s: float | None
-    faults: Sequence[str]
-    num_left: int
-
-
-def measure_store(store: Store, usage: StoreUsage) -> StoreSpeed:
-    """Write a few objects through envelopes, as many as evict nothing, read them back and delete them.
-
-    Stops writing after 10 seconds. Whatever happens, deletes what it wrote. Raises StoreError when even a
-    look-up fails.
-    """
-    trial = _Trial(store)
-    absent = trial.new_chunk().object_name(trial.namespace)
-    exists_s = _median_s(lambda: store.exists([absent]))
-    try:
-        write_rate = trial.write(_sizes_within(usage))
-        read_rate, read_s = trial.read() if write_rate else (None, None)
-    finally:
-        num_left = trial.delete()
-    timed = (exists_s, read_s, write_rate, read_rate)
-    return StoreSpeed(len(trial.payloads), trial.num_bytes, *timed, trial.faults, num_left)
-
-
-def _sizes_within(usage: StoreUsage) -> Iterator[int]:
-    room = None if usage.capacity_bytes is None else usage.capacity_bytes - usage.used_bytes
-    for size in _TRIAL_BYTES:
-        num_bytes = size + header_bytes(size, _UNIT_BYTES)
-        if room is None or num_bytes <= room:
-            room = None if room is None else room - num_bytes
-            yield size
-
-
-class _Trial:
-    """Objects of a throw-away namespace: nobody else looks for them, and they are deleted afterwards."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.namespace = RESERVED + secrets.token_bytes(NAMESPACE_BYTES - len(RESERVED))
-        self._view = ChunkStore(store, self.namespace, Grid(1, 1))
-        self._begun: list[ChunkId] = []
-        self.payloads: dict[ChunkId, bytes] = {}
-        self.faults: list[str] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.payloads.values()))
-
-    def new_chunk(self) -> ChunkId:
-        return ChunkId(PageKey(secrets.token_bytes(KEY_BYTES)), 0, Role.TARGET, 0, 0)
-
-    def write(self, sizes: Iterator[int]) -> float | None:
-        """Write one object a size; bytes a second, None when none was written."""
-        seconds = 0.0
-        for size in sizes:
-            chunk, payload = self.new_chunk(), os.urandom(size)
-            self._begun.append(chunk)
-            start = time.perf_counter()
-            try:
-                self._view.save(chunk, memoryview(payload), _UNIT_BYTES)
-            except StoreError as error:
-                self.faults.append(f"a write of {size} bytes failed: {error}")
-                break
-            self.payloads[chunk] = payload
-            seconds += time.perf_counter() - start
-            if seconds > _TRIAL_LIMIT_S:
-                break
-        return self.num_bytes / seconds if self.payloads else None
-
-    def read(self) -> tuple[float | None, float | None]:
-        """Read all back and compare: bytes a second, and the median seconds of reading 64 bytes."""
-        seconds = 0.0
-        for chunk, payload in self.payloads.items():
-            buffer = bytearray(b"\xa5" * len(payload))
-            start = time.perf_counter()
-            reason = self._view.load(chunk, memoryview(buffer), _UNIT_BYTES)
-            seconds += time.perf_counter() - start
-            if reason is not None or buffer != payload:
-                fate = reason or "changed"
-                self.faults.append(f"an object of {len(payload)} bytes did not come back: {fate}")
-        name, part = next(iter(self.payloads)).object_name(self.namespace), memoryview(bytearray(64))
-        try:
-            read_s = _median_s(lambda: self._store.read(name, [part]))
-        except StoreError as error:
-            self.faults.append(f"a read of 64 bytes failed: {error}")
-        return (None, None) if self.faults else (self.num_bytes / seconds, read_s)
-
-    def delete(self) -> int:
-        """Delete every object whose write was begun; return how many may be left."""
-        num_left = 0
-        for chunk in self._begun:
-            try:
-                self._store.delete(chunk.object_name(self.namespace))
-            except StoreError as error:
-                num_left += 1
-                self.faults.append(f"a delete failed: {error}")
-        return num_left
-
-
-def _median_s(call: Callable[[], object]) -> float:
-    clock = [time.perf_counter()]
-    for _ in range(_CALLS):
-        call()
-        clock.append(time.perf_counter())
-    return median(after - before for before, after in pairwise(clock))
 
 
 def _layer_kinds(config: Mapping[str, object]) -> dict[str, int]:

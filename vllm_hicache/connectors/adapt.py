@@ -25,6 +25,7 @@ from vllm_hicache.geometry import Inventory
 from vllm_hicache.keys import Adapter, ExtraKey
 from vllm_hicache.names import BlockId
 from vllm_hicache.namespace import Namespace
+from vllm_hicache.secrets import Secrets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,6 +147,7 @@ def namespace(
         block_tokens=tokens,
         page_tokens=config.page_tokens_for(tokens),
         grid=str(config.grid),
+        protection=Secrets.from_environment(os.environ).protection,
     )
 
 

@@ -81,8 +81,8 @@ class SchedulerSide:
         self._kv_cache_config = kv_cache_config
         self._config: Config = adapt.parse_config(vllm_config)
         adapt.check_engine(vllm_config, kv_cache_config)
-        self._stores = StoreOpener.for_config(self._config)
         self.metrics = Metrics()
+        self._stores = StoreOpener.for_config(self._config, self.metrics)
         self._adapters = adapt.AdapterVersions()
         self._requests: dict[str, Request] = {}
         self._manager: KVCacheManager | None = None

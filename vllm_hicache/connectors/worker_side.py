@@ -35,8 +35,8 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._config = adapt.parse_config(vllm_config)
         adapt.check_engine(vllm_config, kv_cache_config)
-        self._stores = StoreOpener.for_config(self._config)
         self.metrics = Metrics()
+        self._stores = StoreOpener.for_config(self._config, self.metrics)
         self._half: WorkerHalf | None = None
         self._invalid: frozenset[BlockId] = frozenset()
         self._reports: tuple[OpReport, ...] = ()

@@ -14,9 +14,11 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.names import MissReason, ObjectName
 from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.envelope import (
+    XXH3,
     ChunkId,
     Header,
     Identity,
+    Sealer,
     header_bytes,
     read_header,
     seal,
@@ -33,15 +35,16 @@ class ChunkStore:
     """The chunks of one namespace in a store: bytes come out as they went in, or not at all.
 
     Caller guarantees: payloads are contiguous memoryviews of whole units; units and sizes are the
-    namespace's own. Thread: all methods are thread-safe and blocking.
+    namespace's own; `sealer` is that of all who share it. Thread: all methods are thread-safe and blocking.
     Failure: `load` and `load_units` never raise for what a store does; `save` and `present` raise only
     StoreError. Arguments that make no sense (a payload of part of a unit) raise ValueError.
     """
 
-    def __init__(self, store: Store, namespace: bytes, grid: Grid) -> None:
+    def __init__(self, store: Store, namespace: bytes, grid: Grid, sealer: Sealer = XXH3) -> None:
         self._store = store
         self._namespace = namespace
         self._grid = grid
+        self._sealer = sealer
         self._lock = threading.Lock()
         self._misses: Counter[MissReason] = Counter()
         self._warnings = RareWarning()
@@ -53,11 +56,11 @@ class ChunkStore:
         heals it; nothing is retried.
         """
         identity, payload = self._identity(chunk), payload.cast("B")
-        header = memoryview(bytearray(header_bytes(payload.nbytes, unit_bytes)))
+        header = memoryview(bytearray(header_bytes(payload.nbytes, unit_bytes, self._sealer)))
 
         def attempt() -> MissReason | None:
             total_bytes = self._store.read(identity.object_name(), [header, payload])
-            found = read_header(header, total_bytes, identity, payload.nbytes, unit_bytes)
+            found = read_header(header, total_bytes, identity, payload.nbytes, unit_bytes, self._sealer)
             return found.check_units(0, payload) if isinstance(found, Header) else found
 
         return self._judged(identity.object_name(), attempt)
@@ -71,7 +74,7 @@ class ChunkStore:
         """
         identity, payload = self._identity(chunk), payload.cast("B")
         skip_bytes, chunk_bytes = first_unit * unit_bytes, num_units * unit_bytes
-        header = memoryview(bytearray(header_bytes(chunk_bytes, unit_bytes)))
+        header = memoryview(bytearray(header_bytes(chunk_bytes, unit_bytes, self._sealer)))
         if payload.nbytes % unit_bytes or not 0 <= skip_bytes <= chunk_bytes - payload.nbytes:
             raise ValueError(
                 f"{payload.nbytes} bytes from unit {first_unit} on are no range of {num_units} units of "
@@ -80,7 +83,7 @@ class ChunkStore:
 
         def attempt() -> MissReason | None:
             total_bytes = self._store.read(identity.object_name(), [header])
-            found = read_header(header, total_bytes, identity, chunk_bytes, unit_bytes)
+            found = read_header(header, total_bytes, identity, chunk_bytes, unit_bytes, self._sealer)
             if isinstance(found, MissReason):
                 return found
             # The object may have been replaced between the reads: the total and the digests tell.
@@ -94,7 +97,7 @@ class ChunkStore:
     def save(self, chunk: ChunkId, payload: memoryview, unit_bytes: int) -> bool:
         """Write a chunk; True when it was not there. On return any process may load it. Raises StoreError."""
         identity, payload = self._identity(chunk), payload.cast("B")
-        header = memoryview(seal(identity, payload, unit_bytes))
+        header = memoryview(seal(identity, payload, unit_bytes, self._sealer))
         try:
             return self._store.write(identity.object_name(), [header, payload])
         except StoreError:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from vllm_hicache.errors import ObjectMissing
+from vllm_hicache.errors import ObjectMissing, StoreCorrupt
 from vllm_hicache.names import MissReason, ObjectName
 from vllm_hicache.storage.base import MANIFEST_PART, ObjectInfo, Store
 from vllm_hicache.storage.envelope import (
-    DIGEST_BYTES,
     FIXED_BYTES,
+    XXH3,
     Header,
+    Sealer,
     declared_header_bytes,
     header_bytes,
 )
@@ -58,7 +59,7 @@ def survey(infos: Iterable[ObjectInfo]) -> dict[str, NamespaceSummary]:
     return dict(sorted(found.items()))
 
 
-def verify_object(store: Store, info: ObjectInfo) -> MissReason | None:
+def verify_object(store: Store, info: ObjectInfo, sealer: Sealer = XXH3) -> MissReason | None:
     """Read one object and check all of it, its name against its header included; None is good.
 
     ABSENT means that it went meanwhile. Memory: at most 32 MiB, or one unit, at a time. Raises StoreError.
@@ -66,31 +67,34 @@ def verify_object(store: Store, info: ObjectInfo) -> MissReason | None:
     try:
         if is_manifest(info.name):
             return _verify_manifest(store, info)
-        header = _read_header(store, info.name)
-        if isinstance(header, MissReason):
-            return header
-        if header.identity.object_name() != info.name:
-            return MissReason.FOREIGN
-        return _verify_payload(store, info.name, header)
+        if info.size_bytes > _STEP_BYTES:
+            return _verify_in_steps(store, info, sealer)
+        return _verify_whole(store, info, sealer)
     except ObjectMissing:
         return MissReason.ABSENT
+    except StoreCorrupt:
+        return MissReason.CORRUPT
 
 
-def choose_expired(infos: Iterable[ObjectInfo], before_s: float) -> Iterator[ObjectInfo]:
-    """Yield the chunks written before `before_s`, Unix seconds. Manifests stay."""
-    return (info for info in infos if info.modified_s < before_s and not is_manifest(info.name))
-
-
-def choose_oldest(infos: Iterable[ObjectInfo], capacity_bytes: int) -> Iterator[ObjectInfo]:
-    """Yield the chunks written first, until what is left fits `capacity_bytes`. Manifests stay."""
-    known = sorted(infos, key=lambda info: (info.modified_s, info.name))
+def choose(infos: Iterable[ObjectInfo], before_s: float | None, max_bytes: int | None) -> Iterator[ObjectInfo]:
+    """Yield the chunks to remove: those last used before `before_s` (Unix seconds), then of the others the
+    longest unused, until what is left fits `max_bytes`. None is no limit. Manifests stay, and count.
+    """
+    known = sorted(infos, key=lambda info: (last_used_s(info), info.name))
     used_bytes = sum(info.size_bytes for info in known)
     for info in known:
-        if used_bytes <= capacity_bytes:
+        is_old = before_s is not None and last_used_s(info) < before_s
+        is_too_much = max_bytes is not None and used_bytes > max_bytes
+        if not is_old and not is_too_much:
             return
         if not is_manifest(info.name):
             used_bytes -= info.size_bytes
             yield info
+
+
+def last_used_s(info: ObjectInfo) -> float:
+    """Return when an object was last used, Unix seconds: when it was written, as a listing tells no reads."""
+    return info.modified_s
 
 
 def _verify_manifest(store: Store, info: ObjectInfo) -> MissReason | None:
@@ -100,28 +104,46 @@ def _verify_manifest(store: Store, info: ObjectInfo) -> MissReason | None:
     return None if good else MissReason.CORRUPT
 
 
-def _read_header(store: Store, name: ObjectName) -> Header | MissReason:
-    """Read a header of unknown length; the object's total is checked against what the header says."""
-    fixed = memoryview(bytearray(FIXED_BYTES))
-    total_bytes = store.read(name, [fixed])
-    if total_bytes < FIXED_BYTES + DIGEST_BYTES:
-        return MissReason.SHORT
-    # Unchecked as yet, hence the limits: a flipped length must not ask for all of the memory.
-    declared_bytes = declared_header_bytes(fixed)
-    buffer = memoryview(bytearray(min(total_bytes, declared_bytes, _MAX_HEADER_BYTES)))
-    store.read(name, [buffer])
-    header = Header.parse(buffer)
+def _verify_whole(store: Store, info: ObjectInfo, sealer: Sealer) -> MissReason | None:
+    """Check by one call: across a network each costs more than the bytes of most objects."""
+    buffer = memoryview(bytearray(info.size_bytes))
+    total_bytes = store.read(info.name, [buffer])
+    if total_bytes != info.size_bytes:
+        # Replaced since it was listed.
+        return _verify_in_steps(store, info, sealer)
+    header = _check_header(buffer, total_bytes, info.name, sealer)
     if isinstance(header, MissReason):
         return header
-    expected_bytes = header_bytes(header.payload_bytes, header.unit_bytes) + header.payload_bytes
+    return header.check_units(0, buffer[total_bytes - header.payload_bytes :])
+
+
+def _verify_in_steps(store: Store, info: ObjectInfo, sealer: Sealer) -> MissReason | None:
+    """Check by one read for the header's length, one for the header, and one for each 32 MiB."""
+    fixed = memoryview(bytearray(FIXED_BYTES))
+    total_bytes = store.read(info.name, [fixed])
+    if total_bytes < FIXED_BYTES:
+        return MissReason.SHORT
+    # Unchecked as yet, hence the limits: a flipped length must not ask for all of the memory.
+    buffer = memoryview(bytearray(min(total_bytes, declared_header_bytes(fixed), _MAX_HEADER_BYTES)))
+    store.read(info.name, [buffer])
+    header = _check_header(buffer, total_bytes, info.name, sealer)
+    return header if isinstance(header, MissReason) else _verify_payload(store, info.name, header)
+
+
+def _check_header(buffer: memoryview, total_bytes: int, name: ObjectName, sealer: Sealer) -> Header | MissReason:
+    """Return the header that `buffer` starts with, of the object `name` of `total_bytes`."""
+    header = Header.parse(buffer, sealer)
+    if isinstance(header, MissReason):
+        return header
+    expected_bytes = header_bytes(header.payload_bytes, header.unit_bytes, sealer) + header.payload_bytes
     if total_bytes != expected_bytes:
         return MissReason.SHORT if total_bytes < expected_bytes else MissReason.LONG
-    return header
+    return header if header.identity.object_name() == name else MissReason.FOREIGN
 
 
 def _verify_payload(store: Store, name: ObjectName, header: Header) -> MissReason | None:
     step_units = max(1, _STEP_BYTES // header.unit_bytes)
-    start = header_bytes(header.payload_bytes, header.unit_bytes)
+    start = header_bytes(header.payload_bytes, header.unit_bytes, header.sealer)
     for first in range(0, header.payload_bytes // header.unit_bytes, step_units):
         skip_bytes = first * header.unit_bytes
         size = min(step_units * header.unit_bytes, header.payload_bytes - skip_bytes)

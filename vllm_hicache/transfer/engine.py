@@ -37,7 +37,8 @@ class TransferEngine:
 
     Args:
         rank: stands in every report.
-        io_threads: store threads.
+        io_threads: threads that read from the store.
+        flush_threads: threads that write to it.
         flush_queue_pages: pages that may wait to be flushed; beyond it a flush is declined.
     """
 
@@ -49,6 +50,7 @@ class TransferEngine:
         copier: Copier,
         metrics: Metrics,
         io_threads: int,
+        flush_threads: int,
         flush_queue_pages: int,
     ) -> None:
         self._rank = rank
@@ -62,7 +64,7 @@ class TransferEngine:
         self._loading = Lane("load", copier.num_load_threads, partial(self._count_error, "load"))
         self._saving = Lane("save", 1, partial(self._count_error, "save"))
         self._fetching = Lane("fetch", io_threads, partial(self._count_error, "fetch"))
-        self._flushing = Lane("flush", max(1, io_threads // 2), partial(self._count_error, "flush"), _FLUSH_NICE)
+        self._flushing = Lane("flush", flush_threads, partial(self._count_error, "flush"), _FLUSH_NICE)
         self._lanes = (self._fetching, self._flushing, self._saving, self._loading)
         self._loads: dict[OpId, LoadTask] = {}
         self._changed = threading.Condition()

@@ -1,0 +1,203 @@
+"""What `deploy/` holds is accepted by what reads it: Redis, S3's client, our own settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import pytest
+import redis
+import yaml
+from redis_server import HOST, free_port
+from s3_server import S3Server
+
+from vllm_hicache.config import Config
+from vllm_hicache.storage.registry import open_store
+from vllm_hicache.storage.s3 import S3Store
+from vllm_hicache.storage.s3_lifecycle import lifecycle_rule
+from vllm_hicache.units import parse_bytes
+
+DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+START_LIMIT_S = 20.0
+OVERRIDDEN = {"bind", "port", "unixsocket", "include"}
+PASSWORD = "a pass word: #1"
+SIZE = re.compile(r"([0-9]+)([kmg]b)", re.ASCII)
+
+
+@contextmanager
+def answering(process: subprocess.Popen[bytes], client: redis.Redis) -> Iterator[redis.Redis]:
+    """The client once its server answers; the server's end afterwards."""
+    with process, client:
+        try:
+            wait_for_answer(process, client)
+            yield client
+        finally:
+            process.terminate()
+
+
+def wait_for_answer(process: subprocess.Popen[bytes], client: redis.Redis) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            client.ping()
+            return
+        except redis.ConnectionError:
+            time.sleep(0.01)
+    pytest.fail(f"redis-server does not answer; its exit code is {process.poll()}")
+
+
+def settings_of(text: str) -> dict[str, str]:
+    """The lines of a redis.conf, sizes in bytes and quotes taken off, as CONFIG GET shows them."""
+    lines = (line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: SIZE.sub(in_bytes, value.strip('"')) for name, value in lines}
+
+
+def in_bytes(match: re.Match[str]) -> str:
+    return str(int(match[1]) * {"kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}[match[2]])
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
+
+
+def the(kind: str, name: str) -> dict[str, Any]:
+    (found,) = [each for each in documents(name) if each["kind"] == kind]
+    return found
+
+
+def container(name: str) -> dict[str, Any]:
+    (only,) = the("Deployment", name)["spec"]["template"]["spec"]["containers"]
+    return dict(only)
+
+
+def environment(name: str) -> dict[str, Mapping[str, str]]:
+    """Each variable's secret, by name."""
+    return {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container(name)["env"]}
+
+
+def transfer_config() -> dict[str, Any]:
+    arguments = container("engines.yaml")["args"]
+    found: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    return found
+
+
+def extra_config() -> Config:
+    return Config.parse(transfer_config()["kv_connector_extra_config"])
+
+
+def test_a_redis_server_takes_every_line_of_its_configuration(tmp_path: Path) -> None:
+    path, port = DEPLOY / "redis" / "redis.conf", free_port()
+    expected = settings_of(path.read_text())
+    command = ["redis-server", path, "--port", str(port), "--bind", HOST, "--dir", tmp_path]
+    process = subprocess.Popen([*command, "--unixsocket", tmp_path / "s"], stdout=subprocess.DEVNULL)
+    with answering(process, redis.Redis(HOST, port, decode_responses=True)) as client:
+        found = client.config_get("*")
+    # All classes of clients are shown, the one that is set comes first.
+    limits = found.pop("client-output-buffer-limit")
+    assert limits.startswith(expected.pop("client-output-buffer-limit"))
+    shown = {name: found[name] for name in expected.keys() - OVERRIDDEN}
+    assert shown == {name: expected[name] for name in shown}
+    assert expected["maxmemory-policy"] == "allkeys-lru"
+    assert list(tmp_path.glob("*.rdb")) == []
+
+
+def test_every_setting_of_the_configuration_says_why() -> None:
+    lines = (DEPLOY / "redis" / "redis.conf").read_text().splitlines()
+    bare = [line for before, line in zip(["", *lines], lines, strict=False) if line and line[0] != "#" and not before]
+    assert bare == []
+
+
+def test_the_clusters_redis_starts_with_its_password_and_its_policy(tmp_path: Path) -> None:
+    port, (script,) = free_port(), container("redis.yaml")["args"]
+    script = script.replace("--port 6379", f"--port {port} --bind {HOST} --dir {tmp_path}")
+    process = subprocess.Popen(
+        [*container("redis.yaml")["command"], script],
+        env={**os.environ, "REDIS_PASSWORD": PASSWORD},
+        stdout=subprocess.DEVNULL,
+    )
+    with answering(process, redis.Redis(HOST, port, password=PASSWORD, decode_responses=True)) as client:
+        found = client.config_get("*")
+        assert found["maxmemory-policy"] == "allkeys-lru"
+        assert found["save"] == ""
+        assert found["lazyfree-lazy-eviction"] == "yes"
+        limit = parse_bytes(container("redis.yaml")["resources"]["limits"]["memory"])
+        assert int(found["maxmemory"]) * 1.25 <= limit
+        with redis.Redis(HOST, port) as stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+
+
+def test_the_life_cycle_rule_is_accepted_and_is_the_one_that_the_store_looks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = json.loads((DEPLOY / "s3" / "lifecycle.json").read_text())
+    assert rules["Rules"] == [lifecycle_rule("hicache/", 14)]
+    with S3Server(tmp_path) as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        with closing(boto3.client("s3", endpoint_url=server.endpoint)) as client:
+            client.put_bucket_lifecycle_configuration(Bucket=server.bucket, LifecycleConfiguration=rules)
+        with closing(open_store(f"s3://{server.bucket}/hicache?endpoint={server.endpoint}")) as store:
+            assert isinstance(store, S3Store)
+            assert store.lifecycle() == 14
+
+
+def test_the_engines_settings_and_their_stores_url_are_accepted() -> None:
+    option = transfer_config()
+    assert option["kv_connector"] == "HiCacheConnector"
+    assert option["kv_load_failure_policy"] == "recompute"
+    store = open_store(extra_config().store)
+    store.close()
+    assert store.describe().startswith("redis://hicache-redis:6379")
+
+
+def test_the_engines_reach_the_store_by_its_services_name_and_port() -> None:
+    service, url = the("Service", "redis.yaml"), urlsplit(extra_config().store)
+    assert url.hostname == service["metadata"]["name"]
+    assert url.port in {each["port"] for each in service["spec"]["ports"]}
+    assert url.password is None
+
+
+def test_the_password_comes_from_the_secret_on_both_sides() -> None:
+    secret = the("Secret", "redis.yaml")
+    wanted = {"name": secret["metadata"]["name"], "key": "password"}
+    assert wanted["key"] in secret["stringData"]
+    assert environment("redis.yaml") == {"REDIS_PASSWORD": wanted}
+    assert environment("engines.yaml") == {"VLLM_HICACHE_REDIS_PASSWORD": wanted}
+
+
+def test_the_policy_lets_the_engines_in_and_selects_the_store() -> None:
+    policy = the("NetworkPolicy", "redis.yaml")["spec"]
+    labels = the("Deployment", "redis.yaml")["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    (rule,) = policy["ingress"]
+    allowed = [each["podSelector"]["matchLabels"] for each in rule["from"]]
+    assert allowed == [the("Deployment", "engines.yaml")["spec"]["template"]["metadata"]["labels"]]
+
+
+def test_two_engines_have_room_for_their_host_memory_and_shared_memory() -> None:
+    spec = the("Deployment", "engines.yaml")["spec"]
+    assert spec["replicas"] == 2
+    pod, resources = spec["template"]["spec"], container("engines.yaml")["resources"]
+    (shm,) = [parse_bytes(each["emptyDir"]["sizeLimit"]) for each in pod["volumes"] if each["name"] == "shm"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container("engines.yaml")["volumeMounts"]
+    wanted = extra_config().host_memory.num_bytes
+    assert wanted is not None
+    assert parse_bytes(resources["requests"]["memory"]) >= wanted + shm + (16 << 30)
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+
+
+def test_every_probe_of_an_engine_asks_its_health_and_a_stop_leaves_time_to_flush() -> None:
+    one = container("engines.yaml")
+    probes = [one[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert probes == [{"path": "/health", "port": "http"}] * 3
+    grace_s = the("Deployment", "engines.yaml")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > extra_config().shutdown_timeout_s + 30
