@@ -11,7 +11,7 @@ Four contenders move the same bytes between host slots and a medium, in rounds t
               nothing else, over the same kind of socket; HTTP with requests signed beforehand, into a reused buffer
 
 Ratios are medians of pairs from the same round, so that noise hits both. CPU seconds are this process's, for a GiB.
-All objects are compared byte by byte once before reads are timed. Takes up to 5 minutes on two cores, 3 GB of memory
+What is stored is compared byte by byte once before reads are timed. Takes up to 5 minutes on two cores, 3 GB of memory
 and of disk. What an aim misses is shown as UNDER or OVER; the exit status says only whether it ran.
 """
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from chaos_stores import ChaosStore
-from fault_proxy import Fault, FaultProxy, Flip, Hang, HttpError, Latency, Overlong, Refuse, Reset, Throttle, Truncate
+from fault_kinds import Fault, Flip, Hang, HttpError, Latency, Overlong, Refuse, Reset, Throttle, Truncate
+from fault_proxy import FaultProxy
 
 MIB = 1 << 20
 MID_TRANSFER_BYTES = 256 << 10
 """So far into a page's bytes a server is killed."""
 
-_MOMENT_LIMIT_S = 20.0
+MOMENT_LIMIT_S = 20.0
 _POLL_S = 0.005
 
 
@@ -96,12 +97,12 @@ def at_the_moment(came: Callable[[], bool], strike: Callable[[], None]) -> Itera
     watcher.start()
     try:
         yield
-        in_time = struck.wait(_MOMENT_LIMIT_S)
+        in_time = struck.wait(MOMENT_LIMIT_S)
     finally:
         ended.set()
         watcher.join()
     if not in_time:
-        raise Missed(f"its moment did not come within {_MOMENT_LIMIT_S:.0f} s of the last request")
+        raise Missed(f"its moment did not come within {MOMENT_LIMIT_S:.0f} s of the last request")
 
 
 def killed_while(moved_bytes: Callable[[FaultProxy], int]) -> Callable[[Scene], AbstractContextManager[None]]:
@@ -196,7 +197,7 @@ CELLS = (
     Cell("overlong", on_the_wire(Overlong())),
     Cell("reset", on_the_wire(Reset())),
     Cell("503", on_the_wire(HttpError()), store="s3"),
-    Cell("latency", on_the_wire(Latency(0.2))),
+    Cell("latency", on_the_wire(Latency(0.1))),
     Cell("throttle", on_the_wire(Throttle(MIB))),
     Cell("hang", on_the_wire(Hang())),
     Cell("refuse", on_the_wire(Refuse())),

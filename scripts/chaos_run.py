@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from types import FrameType
 from typing import NoReturn
 
 from chaos_engine import Reading, ServedEngine
-from chaos_faults import CELLS, NOT_UP, Cell, Evidence, Missed, Scene, cells_of
+from chaos_faults import CELLS, NOT_UP, Cell, Evidence, Scene, cells_of
 from chaos_report import CellRecord, assemble, line, table
 from chaos_stores import STORES, ChaosStore, NotPossible, opened
 from engine_process import Answer, EngineError
@@ -71,7 +71,9 @@ class Chaos:
         draw = random.Random(scene.store.name)
         lengths = [PROMPT_PAGES * PAGE_TOKENS + 8 + 20 * index for index in range(NUM_PROMPTS)]
         self._prompts = [[draw.randrange(100, 40_000) for _ in range(length)] for length in lengths]
+        self._poke = [draw.randrange(100, 40_000) for _ in range(PAGE_TOKENS // 3)]
         self._references: list[Answer] = []
+        self._objects: Mapping[str, bytes] = {}
         # One cycle for all requests: the next prompt is always the one that has left host memory longest ago.
         self._turns = itertools.cycle(range(NUM_PROMPTS))
 
@@ -84,27 +86,32 @@ class Chaos:
         with self._measured(record):
             self._storm(record, 0.0)
             self._scene.store.server.start()
-            record.recovery_s = self._recover(record)
+            record.recovery_s = self._recover(record, time.monotonic())
+        record.recomputes = True
+        self._fill()
+        self._objects = self._scene.store.backup()
         return record
 
     def run(self, cell: Cell) -> CellRecord:
         """One row."""
         record = CellRecord(self._scene.store.name, cell.name)
         try:
-            self._fill()
             if cell.writes:
                 self._scene.store.empty()
             before = self._scene.proxy.counters.num_struck
             with self._measured(record):
                 with cell.fault(self._scene):
                     self._storm(record, self._scene.stop_s if cell.lasts else 0.0)
+                ended_s = time.monotonic()
                 record.num_struck = self._scene.proxy.counters.num_struck - before
-                record.recovery_s = self._recover(record)
+                # Else the time to hits would be that of computing what the store has lost.
+                self._scene.store.restore(self._objects)
+                record.recovery_s = self._recover(record, ended_s)
             if cell.evidence is not Evidence.PROXY:
                 record.num_struck = evidence(cell, record)
         except NotPossible as error:
             record.skipped = str(error)
-        except (EngineError, Missed, OSError) as error:  # ends this row; the next one shows whether the engine is well
+        except Exception as error:  # ends this row; the next one shows whether the engine is well
             record.error = f"{type(error).__name__}: {error}"
         record.is_alive = self._engine.is_alive
         return record
@@ -151,18 +158,18 @@ class Chaos:
         if not self._engine.is_alive:
             raise EngineError("the engine died")
 
-    def _recover(self, record: CellRecord) -> float | None:
-        """Ask until a hit comes from the store; seconds it took."""
-        start, before = time.monotonic(), self._store_hits()
-        while (now := time.monotonic()) < start + RECOVERY_LIMIT_S:
+    def _recover(self, record: CellRecord, ended_s: float) -> float | None:
+        """Ask until a hit comes from the store; seconds since the fault ended."""
+        before = self._store_hits()
+        while (now := time.monotonic()) < ended_s + RECOVERY_LIMIT_S:
             self._engine.forget_device()
             turn = next(self._turns)
             self._judge(record, turn, self._ask(turn))
-            answered_s = time.monotonic() - start
+            answered_s = time.monotonic() - ended_s
             # The metrics of a step are shown a little later than its answers.
             if wait_until(lambda: self._store_hits() > before, 5 * _POLL_S):
                 return answered_s
-            self._say(f"no store hit yet, {now - start:.1f} s after the fault")
+            self._say(f"no store hit yet, {now - ended_s:.1f} s after the fault")
         return None
 
     def _fill(self) -> None:
@@ -185,6 +192,8 @@ class Chaos:
 
         def is_free() -> bool:
             nonlocal held
+            # Gauges are shown with the next count of anything: a prompt too short to be cached moves one.
+            self._engine.ask(self._poke)
             held = held_by(self._engine.metrics())
             return not held
 

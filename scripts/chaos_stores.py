@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Self
 
 import redis
 from botocore.client import BaseClient
-from fault_proxy import FaultProxy, HttpError
+from fault_kinds import HttpError
+from fault_proxy import FaultProxy
 from redis_server import RedisServer
 from s3_server import BUCKET, REGION, S3Server
 
@@ -81,6 +82,14 @@ class ChaosStore(ABC):
         """Pages in the store."""
 
     @abstractmethod
+    def backup(self) -> Mapping[str, bytes]:
+        """Every object as the server has it."""
+
+    @abstractmethod
+    def restore(self, objects: Mapping[str, bytes]) -> None:
+        """Put those back that are missing."""
+
+    @abstractmethod
     def full(self) -> AbstractContextManager[None]:
         """Has no room for one more page inside the `with` block. Raises NotPossible."""
 
@@ -115,6 +124,15 @@ class ChaosRedis(ChaosStore):
     def num_pages(self) -> int:
         with self._client() as client:
             return sum(client.strlen(key) >= PAGE_OBJECT_BYTES for key in client.scan_iter(count=1000))
+
+    def backup(self) -> Mapping[str, bytes]:
+        with self._client() as client:
+            return {key.decode(): client.get(key) for key in client.scan_iter(count=1000)}
+
+    def restore(self, objects: Mapping[str, bytes]) -> None:
+        with self._client() as client:
+            for key, content in objects.items():
+                client.set(key, content, nx=True)
 
     @contextmanager
     def full(self) -> Iterator[None]:
@@ -201,6 +219,18 @@ class ChaosS3(ChaosStore):
     def num_pages(self) -> int:
         with self._client() as client:
             return sum(entry["Size"] >= PAGE_OBJECT_BYTES for entry in _entries(client))
+
+    def backup(self) -> Mapping[str, bytes]:
+        with self._client() as client:
+            keys = [entry["Key"] for entry in _entries(client)]
+            return {key: client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
+
+    def restore(self, objects: Mapping[str, bytes]) -> None:
+        with self._client() as client:
+            there = {entry["Key"] for entry in _entries(client)}
+            for key, content in objects.items():
+                if key not in there:
+                    client.put_object(Bucket=BUCKET, Key=key, Body=content)
 
     @contextmanager
     def full(self) -> Iterator[None]:

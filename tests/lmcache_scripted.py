@@ -17,13 +17,10 @@ from vllm_hicache.storage.lmcache_config import quiet_import
 
 with quiet_import():
     from lmcache.lmcache_native import Bitmap
-    from lmcache.v1.distributed.api import KeyEntry, KeyListPage, ObjectKey
+    from lmcache.v1.distributed.api import ObjectKey
     from lmcache.v1.distributed.internal_api import L2StoreResult
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
     from lmcache.v1.platform import create_event_notifier
-
-PAGE = 3
-"""Keys on a page of a listing: few, so that several pages are needed."""
 
 
 @dataclass
@@ -135,14 +132,6 @@ class ScriptedAdapter(L2AdapterInterface):
         for key in keys:
             if not self._medium.cannot_delete:
                 self._medium.values.pop(key, None)
-
-    def list_l2_keys(
-        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
-    ) -> KeyListPage:
-        start = int(cursor or 0)
-        found = [(key, len(value)) for key, value in self._medium.values.items() if key.model_name == model_name]
-        page = tuple(KeyEntry(key.to_encoded_object_key(), size) for key, size in found[start : start + PAGE])
-        return KeyListPage(page, str(start + PAGE) if start + PAGE < len(found) else None)
 
     def close(self) -> None:
         self._medium.num_open -= 1

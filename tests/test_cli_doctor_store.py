@@ -194,6 +194,57 @@ def test_four_calls_are_in_flight_where_the_report_says_so(store: FileStore) -> 
     assert trial.measure_store(Meeting(store), XXH3, OBJECT_BYTES, None).faults == []
 
 
+class Faulty(StoreWrapper):
+    """Does wrong what `fault` says."""
+
+    def __init__(self, inner: Store, fault: str) -> None:
+        super().__init__(inner)
+        self._fault = fault
+
+    def write(self, name: ObjectName, parts: Sequence[memoryview]) -> bool:
+        written = super().write(name, parts)
+        if self._fault == "lost reply":
+            raise StoreUnavailable("the reply was lost")
+        return written
+
+    def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
+        total_bytes = super().read(name, parts, offset)
+        if self._fault == "flipped byte":
+            parts[-1][-1] ^= 1
+        return total_bytes
+
+    def delete(self, name: ObjectName) -> bool:
+        if self._fault == "no delete":
+            raise StoreUnavailable("deleting is refused")
+        return super().delete(name)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "num_left"),
+    [
+        ("lost reply", "a write of 131072 bytes failed: the reply was lost", 0),
+        ("flipped byte", "an object of 131072 bytes did not come back: corrupt", 0),
+        ("no delete", "a delete failed: deleting is refused", 8),
+    ],
+)
+def test_a_faulty_store_is_found_out_and_cleaned_where_it_can_be(
+    store: FileStore, fault: str, said: str, num_left: int
+) -> None:
+    speed = trial.measure_store(Faulty(store, fault), XXH3, OBJECT_BYTES, None)
+    assert speed.faults[0] == said
+    assert speed.num_left == len(names(store)) == num_left
+
+
+def test_a_trial_that_is_interrupted_leaves_nothing(store: FileStore) -> None:
+    class Interrupted(StoreWrapper):
+        def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trial.measure_store(Interrupted(store), XXH3, OBJECT_BYTES, None)
+    assert names(store) == set()
+
+
 def test_a_prefix_is_told_in_seconds_and_against_recomputing(store: FileStore) -> None:
     lines = report(store, facts=MODEL)
     assert lines["prompt_s"].text.startswith("a 7808-token prefix")

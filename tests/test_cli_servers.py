@@ -27,7 +27,7 @@ READER = "reader"
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    users = [f"user {READER} on >{READER} ~* +@read +@connection +info"]
+    users = [f"user {READER} on >{READER} ~hicache/* +@read +@connection +info"]
     limits = [f"maxmemory {MAX_MEMORY_BYTES}", "maxmemory-policy allkeys-lru"]
     with RedisServer(tmp_path_factory.mktemp("redis"), config=[*limits, *users]) as server:
         yield server

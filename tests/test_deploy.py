@@ -1,4 +1,4 @@
-"""What `deploy/` holds is accepted by what reads it: Redis, S3's client, our own settings."""
+"""What `deploy/` holds is accepted by what reads it (Redis, S3, our own settings), and what `docs/` names exists."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +21,9 @@ import yaml
 from redis_server import HOST, free_port
 from s3_server import S3Server
 
+from vllm_hicache.cli import main as front
 from vllm_hicache.config import Config
+from vllm_hicache.metrics import SPECS
 from vllm_hicache.storage.registry import open_store
 from vllm_hicache.storage.s3 import S3Store
 from vllm_hicache.storage.s3_lifecycle import lifecycle_rule
@@ -92,6 +95,44 @@ def transfer_config() -> dict[str, Any]:
 
 def extra_config() -> Config:
     return Config.parse(transfer_config()["kv_connector_extra_config"])
+
+
+def documented(name: str) -> str:
+    return (DEPLOY.parent / "docs" / name).read_text()
+
+
+def test_every_setting_and_its_default_are_documented() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", documented("configuration.md"), re.MULTILINE))
+    for field in fields(Config):
+        if isinstance(field.default, int | float):
+            assert rows[field.name] == f"{field.default:g}", field.name
+        assert field.name in rows
+
+
+def test_every_metric_is_documented_with_its_label() -> None:
+    table = documented("configuration.md").split("## Metrics")[1]
+    for spec in SPECS:
+        name = f"{spec.name}_total" if spec.kind == "counter" else spec.name
+        (row,) = re.findall(rf"^\|[^|]*`{name}`.*$", table, re.MULTILINE)
+        assert spec.label is None or f"`{spec.label}`" in row, name
+
+
+def test_every_option_of_the_documented_verbs_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("ls", "stat", "verify", "gc"):
+        with pytest.raises(SystemExit):
+            front.main(["store", verb, "--help"])
+    with pytest.raises(SystemExit):
+        front.main(["doctor", "--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) | {"--kv-transfer-config", "--kv-events-config"}
+    for name in ("operations.md", "configuration.md"):
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", documented(name))) <= known
+
+
+def test_every_variable_of_the_environment_that_is_documented_is_read() -> None:
+    sources = "".join(path.read_text() for path in (DEPLOY.parent / "vllm_hicache").rglob("*.py"))
+    for name in ("configuration.md", "operations.md"):
+        for variable in set(re.findall(r"VLLM_HICACHE_[A-Z_]+", documented(name))):
+            assert variable in sources or variable.startswith("VLLM_HICACHE_LMCACHE_"), variable
 
 
 def test_a_redis_server_takes_every_line_of_its_configuration(tmp_path: Path) -> None:

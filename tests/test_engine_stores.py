@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from engine_kit import PAGE, Answer, Engine, engine, prompt_of, wait_until
@@ -34,13 +33,12 @@ class Served:
     def store_hits(self) -> float:
         return self.engine.metric("hit_tokens", tier="store")
 
-    def ask_from_store(self, index: int) -> Answer:
-        """Ask for a prompt that neither the device nor the host pool holds, for others took its place."""
+    def push_out(self, index: int) -> None:
+        """Leave a prompt on neither the device nor the host pool: others take its place."""
         for other in range(len(self.prompts)):
             if other != index:
                 self.ask(other)
         self.engine.settle()
-        return self.ask(index)
 
     def ask(self, index: int) -> Answer:
         """Ask past the device's own prefix cache; the answer is right, whatever the cache did."""
@@ -51,8 +49,9 @@ class Served:
 
     def hits_again(self) -> bool:
         """Whether a round of prompts brings a store hit."""
+        self.push_out(0)
         before = self.store_hits()
-        self.ask_from_store(0)
+        self.ask(0)
         return self.store_hits() > before
 
 
@@ -73,7 +72,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("redis")
     with RedisServer(folder, config=["maxmemory 512mb"]) as server:
         server.kill()
-        with engine(server.url, host_memory="36MiB", store_timeout_s=1.0, lookup_timeout_s=1.0) as running:
+        with engine(
+            server.url, host_memory="36MiB", eviction="lru", store_timeout_s=1.0, lookup_timeout_s=1.0
+        ) as running:
             served = Served(running, server)
             assert served.store_hits() == 0
             server.start()
@@ -91,21 +92,22 @@ def nothing_leaks(served: Served) -> Iterator[None]:
 
 def test_the_store_restores_the_very_bytes_into_a_poisoned_device(served: Served) -> None:
     prompt = served.prompts[1]
-    served.ask_from_store(1)
+    served.ask(1)
     computed = served.engine.device_pages()
     hit = served.engine.ask(prompt)
+    served.push_out(1)
     before = served.store_hits()
-    assert served.ask_from_store(1) == hit
+    assert served.ask(1) == hit
     assert served.store_hits() - before == NUM_PAGES * PAGE
     assert len(served.engine.device_pages() & computed) >= NUM_PAGES
 
 
 def test_a_store_killed_while_it_is_read_costs_no_answer_and_hits_return(served: Served) -> None:
     """E5."""
-    served.ask_from_store(1)
+    served.push_out(1)
     killer = threading.Thread(target=kill_when_read, args=(served.server,))
     killer.start()
-    for index in (0, 1, 2, 0):
+    for index in (1, 2, 0, 1):
         served.ask(index)
     killer.join()
     errors = served.engine.metric("misses", reason="unavailable") + served.engine.metric("errors", place="flush")
@@ -128,7 +130,7 @@ def test_a_store_that_hangs_costs_its_time_limit_and_no_answer(served: Served) -
 
 def test_a_store_that_is_full_costs_saves_and_no_hits(served: Served) -> None:
     """E12: what the store refused is counted, and never taken for saved."""
-    served.ask_from_store(0)
+    served.push_out(1)
     with Redis.from_url(served.server.url) as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", "1mb")
@@ -138,7 +140,7 @@ def test_a_store_that_is_full_costs_saves_and_no_hits(served: Served) -> None:
     served.engine.settle()
     assert served.engine.metric("errors", place="flush") > failed
     before = served.store_hits()
-    served.ask_from_store(1)
+    served.ask(1)
     assert served.store_hits() > before
     with Redis.from_url(served.server.url) as client:
         client.config_set("maxmemory", "512mb")

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from fault_proxy import (
+from fault_kinds import (
     PAYLOAD_OFFSET_BYTES,
     Fault,
-    FaultProxy,
     Flip,
     Hang,
     HttpError,
@@ -24,6 +23,7 @@ from fault_proxy import (
     Throttle,
     Truncate,
 )
+from fault_proxy import FaultProxy
 
 LONG_BYTES = 700_000
 SHORT_BYTES = 100
@@ -101,7 +101,7 @@ def test_without_a_fault_bytes_pass_as_they_are(proxy: FaultProxy) -> None:
     assert (counters.request_bytes, counters.reply_bytes) == (3 * len(b"700000\n"), 3 * LONG_BYTES)
 
 
-@pytest.mark.parametrize("fault", [Flip(), Overlong(), Truncate(), Reset()], ids=repr)
+@pytest.mark.parametrize("fault", [Flip(SHORT_BYTES), Overlong(), Truncate(), Reset()], ids=repr)
 def test_a_fault_in_the_payload_leaves_short_replies_alone(proxy: FaultProxy, fault: Fault) -> None:
     proxy.set_fault(fault)
     with Client(proxy) as client:
@@ -139,6 +139,15 @@ def test_a_reset_is_an_error_and_no_end(proxy: FaultProxy) -> None:
     proxy.set_fault(Reset())
     with Client(proxy) as client, pytest.raises(ConnectionResetError):
         client.ask(LONG_BYTES)
+    assert proxy.counters.num_struck == 1
+
+
+def test_a_reset_may_strike_a_number_of_times_and_no_more(proxy: FaultProxy) -> None:
+    proxy.set_fault(Reset(num_times=1))
+    with Client(proxy) as client, pytest.raises(ConnectionResetError):
+        client.ask(LONG_BYTES)
+    with Client(proxy) as client:
+        assert client.ask(LONG_BYTES) == reply_of(LONG_BYTES)
     assert proxy.counters.num_struck == 1
 
 
@@ -236,7 +245,7 @@ def test_throttled_bytes_come_whole_and_the_rest_at_once_when_the_throttle_goes(
 def test_an_http_error_is_a_whole_answer_also_to_a_request_with_a_large_body(proxy: FaultProxy, method: str) -> None:
     proxy.set_fault(HttpError())
     connection = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=20)
-    connection.request(method, "/bucket/key", body=b"x" * 3_000_000 if method == "PUT" else None)
+    connection.request(method, "/bucket/key", body=b"x" * 30_000_000 if method == "PUT" else None)
     reply = connection.getresponse()
     assert (reply.status, b"SlowDown" in reply.read()) == (503, True)
     connection.close()
@@ -257,7 +266,7 @@ def test_an_http_error_for_one_method_lets_the_others_pass(proxy: FaultProxy) ->
 def test_a_target_that_is_down_is_a_reset(proxy: FaultProxy) -> None:
     with target() as port:
         pass
-    with FaultProxy("127.0.0.1", port) as lonely, Client(lonely) as client, pytest.raises(ConnectionResetError):
+    with FaultProxy("127.0.0.1", port) as lonely, pytest.raises(ConnectionError), Client(lonely) as client:
         client.ask(SHORT_BYTES)
 
 

@@ -317,6 +317,15 @@ def test_a_read_that_is_answered_closes_and_a_lookup_does_not(answer: Exception 
     assert rig.breaker.state(READING) is CLOSED
 
 
+def test_a_circuit_that_closed_has_forgotten_its_failures() -> None:
+    rig = Rig()
+    rig.half_open()
+    rig.attempt("read")
+    rig.shaky.fail(StoreUnavailable("x"))
+    assert [rig.attempt("read") for _ in range(4)] == ["StoreUnavailable"] * 4
+    assert rig.breaker.state(READING) is CLOSED
+
+
 @pytest.mark.parametrize("operation", ["read", "exists"])
 def test_a_failure_while_half_open_opens_again_with_twice_the_pause(operation: str) -> None:
     rig = Rig()
@@ -421,11 +430,18 @@ def test_a_call_from_before_the_last_change_changes_nothing(late_fault: Exceptio
         for _ in range(5):
             rig.attempt("exists")
         held.fail(None)
-        rig.wait(0.25)
-        assert rig.breaker.state(READING) is HALF_OPEN
+        if late_fault is not None:
+            rig.wait(0.25)
+        before = rig.breaker.state(READING)
         held.release.set()
         assert old.result() == ("ok" if late_fault is None else "StoreTimeout")
-    assert rig.breaker.state(READING) is HALF_OPEN
+    assert rig.breaker.state(READING) is before
+    assert before is (OPEN if late_fault is None else CLOSED)
+    # One timeout from before the change and one from now are not two in a row.
+    held.late_fault = None
+    held.fail(StoreTimeout("now"))
+    rig.attempt("exists")
+    assert rig.breaker.state(READING) is before
 
 
 def test_no_lock_is_held_while_the_store_is_called() -> None:
@@ -442,18 +458,31 @@ def test_no_lock_is_held_while_the_store_is_called() -> None:
         assert [read.result() for read in reads] == [len(CONTENT)] * 2
 
 
-def test_recovery_is_told_once_it_is_over_and_for_reading_only() -> None:
+def test_each_recovery_is_told_once_it_is_over() -> None:
     told: list[CircuitState] = []
     rig = Rig(on_close=lambda: told.append(rig.breaker.state(READING)))
     rig.open(WRITING)
     rig.shaky.fail(None)
     rig.wait(1.0)
     rig.attempt("write")
+    assert told == [CLOSED]
     rig.half_open()
     rig.attempt("exists")
-    assert told == []
+    assert told == [CLOSED]
     rig.attempt("read")
     rig.attempt("read")
+    assert told == [CLOSED, CLOSED]
+
+
+def test_a_process_that_only_looks_up_is_told_by_the_probe_alone() -> None:
+    told: list[CircuitState] = []
+    rig = Rig(on_close=lambda: told.append(rig.breaker.state(READING)))
+    rig.shaky.fail(StoreUnavailable("down"))
+    for _ in range(5):
+        rig.attempt("exists")
+    assert rig.breaker.state(READING) is OPEN
+    rig.shaky.fail(None)
+    rig.wait(0.25)
     assert told == [CLOSED]
 
 
@@ -547,10 +576,9 @@ def test_a_store_that_came_back_is_found_without_traffic_by_one_thread_that_ends
 def test_no_thread_is_left_after_close() -> None:
     shaky = Shaky()
     breaker = Breaker(shaky, probe_s=3600.0)
-    shaky.fail(StoreTimeout("down"))
+    shaky.fail(StoreTimeout("down"), "exists")
     assert [attempt(breaker, "exists") for _ in range(2)] == ["StoreTimeout"] * 2
     assert len(probing_threads()) == 1
-    shaky.fail(None)
     breaker.close()
     assert probing_threads() == []
 

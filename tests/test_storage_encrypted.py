@@ -309,6 +309,17 @@ def test_a_chunk_that_does_not_open_is_corrupt_and_the_next_save_heals_it(raw: C
     assert buffer == PLAIN
 
 
+def test_objects_of_changing_sizes_do_not_see_each_others_bytes(raw: Counting) -> None:
+    store = Encrypted(raw, KEY)
+    contents = {ObjectName(f"s/{size}"): os.urandom(size) for size in (50_000, 3, 0, 20_000, 49_999, 1)}
+    for name, data in contents.items():
+        store.write(name, [memoryview(data)])
+    for name, data in [*contents.items(), *reversed(contents.items())]:
+        buffer = bytearray(b"\xa5") * 60_000
+        assert store.read(name, [memoryview(buffer)]) == len(data)
+        assert buffer == data + b"\xa5" * (60_000 - len(data))
+
+
 def test_threads_share_one_store(raw: Counting) -> None:
     store = Encrypted(raw, KEY)
     contents = {ObjectName(f"t/{index}"): os.urandom(50_000) for index in range(16)}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from redis_store_kit import DATA, OBJECT, get, num_connections, opened, put, unt
 from vllm_hicache.errors import ObjectMissing, StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.names import ObjectName
 from vllm_hicache.storage.base import Rights, Store, StoreOptions
+from vllm_hicache.storage.redis_pool import Address, Login, WirePool
+from vllm_hicache.storage.resp import Deadline
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,8 @@ class TestValues:
         self, server: RedisServer, store: Store, direct: redis.Redis
     ) -> None:
         with opened(f"{server.url}?ttl=2h") as mortal:
-            put(mortal, name="mortal")
+            assert put(mortal, name="mortal") is True
+            assert put(mortal, name="mortal") is False
         put(store, name="immortal")
         assert 7_100_000 < direct.pttl("hicache/mortal") <= 7_200_000
         assert direct.pttl("hicache/immortal") == -1
@@ -224,6 +229,35 @@ class TestConnections:
                             call.result()
             finally:
                 server.resume()
+
+    def test_who_waits_for_a_connection_gives_up_at_its_deadline(self, server: RedisServer) -> None:
+        address = Address("127.0.0.1", server.port)
+        with (
+            closing(WirePool(Login(), 1)) as pool,
+            pool.lend(address, Deadline(30.0)),
+            pytest.raises(StoreTimeout, match="all 1 connections"),
+            pool.lend(address, Deadline(0.05)),
+        ):
+            pass
+
+    def test_a_connection_that_is_lent_when_the_pool_closes_is_closed_afterwards(
+        self, server: RedisServer, direct: redis.Redis
+    ) -> None:
+        pool = WirePool(Login(), 1)
+        with pool.lend(Address("127.0.0.1", server.port), Deadline(30.0)) as wire:
+            pool.close()
+            assert wire.clean
+        assert not wire.clean
+        until(lambda: len(direct.client_list()) == 1)
+
+    def test_a_list_may_take_longer_than_one_call(self, server: RedisServer, direct: redis.Redis) -> None:
+        direct.mset({f"hicache/n/{index}": b"12345678" for index in range(3000)})
+        with opened(server.url, StoreOptions(timeout_s=1.0)) as store:
+            listing = store.list("")
+            next(listing)
+            end_s = time.monotonic() + 1.1
+            until(lambda: time.monotonic() > end_s)
+            assert len(list(listing)) == 2999
 
     def test_a_forked_process_makes_connections_of_its_own(self, store: Store, direct: redis.Redis) -> None:
         put(store)

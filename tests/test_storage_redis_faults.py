@@ -140,6 +140,36 @@ def test_an_object_that_came_or_went_between_the_two_questions_is_missing(answer
     assert impostor.num_connections == 1
 
 
+def test_a_scan_that_comes_by_a_key_twice_lists_it_once() -> None:
+    keys = b"*1\r\n$11\r\nhicache/a/b\r\n"
+    about = b":9\r\n$8\r\n\1\0\0\0\0\0\0\0\r\n"
+    answers = iter([b"*2\r\n$1\r\n7\r\n" + keys, about, b"*2\r\n$1\r\n0\r\n" + keys, about])
+
+    def play(connection: socket.socket, _: threading.Event) -> None:
+        while connection.recv(1 << 20):
+            connection.sendall(next(answers))
+
+    with served(Impostor(play)) as store:
+        assert [(info.name, info.size_bytes, info.modified_s) for info in store.list("")] == [(OBJECT, 1, 0.001)]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"*1\r\n$1\r\n0\r\n", b"*2\r\n:0\r\n*0\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n:1\r\n", b"$1\r\n0\r\n", b":0\r\n"]
+)
+def test_a_wrong_answer_to_a_scan_is_no_empty_list(answer: bytes) -> None:
+    with served(answering(answer, answer)) as store, pytest.raises(StoreUnavailable):
+        list(store.list(""))
+
+
+def test_a_wrong_answer_to_a_delete_is_an_error() -> None:
+    impostor = answering(b"+OK\r\n", b":1\r\n")
+    with served(impostor) as store:
+        with pytest.raises(StoreUnavailable):
+            store.delete(OBJECT)
+        assert store.delete(OBJECT) is True
+    assert impostor.num_connections == 2
+
+
 @pytest.mark.parametrize("answer", [b"+QUEUED\r\n", b":1\r\n", b"$2\r\nOK\r\n\r\n", b"*0\r\n"])
 def test_a_wrong_answer_to_a_write_is_no_success(answer: bytes) -> None:
     impostor = answering(answer, b"+OK\r\n")
@@ -241,6 +271,16 @@ def test_a_server_that_repeats_what_it_is_told_learns_us_nothing_about_the_passw
         store.probe()
     assert "hunter2" not in str(refusal.value)
     assert "hunter2" not in repr(refusal.value.__cause__)
+
+
+@pytest.mark.parametrize("answer", [b"-LOADING in memory\r\n", b"+WHAT\r\n", b":1\r\n"])
+def test_no_call_is_made_before_the_database_is_selected(answer: bytes) -> None:
+    with (
+        answering(answer, WHOLE) as impostor,
+        opened(f"redis://{impostor.address}/1") as store,
+        pytest.raises(StoreUnavailable),
+    ):
+        get(store, 4)
 
 
 def test_nobody_who_listens_is_unavailable() -> None:

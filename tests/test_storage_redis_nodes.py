@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -125,8 +126,9 @@ class TestCluster:
         for _ in range(10):
             store.exists(NAMES)
         assert [num_connections(client) for client in cluster.clients] == before
-        # The first one is also asked for the map of slots.
+        # The first one is also asked for the map of slots; what asked it is closed. The other client is the test's.
         assert before[1:] == [1, 1]
+        until(lambda: [len(client.client_list()) for client in cluster.clients] == [2, 2, 2])
 
     def test_the_capacity_is_that_of_all_nodes(self, store: Store, cluster: Cluster) -> None:
         for client in cluster.clients:
@@ -145,6 +147,7 @@ class TestCluster:
         assert cluster.clients[target].dbsize() == 1
         assert get(store) == DATA
         assert store.exists([OBJECT]) == [True]
+        until(lambda: len(cluster.clients[target].client_list()) == 2)
         cluster.clients[source].config_resetstat()
         assert get(store, 10) == DATA[:10]
         assert "cmdstat_getrange" not in cluster.clients[source].info("commandstats")
@@ -214,6 +217,12 @@ class TestCluster:
         url = cluster.url.replace(f":{cluster.servers[0].port},", f":{free_port()},")
         with opened(url) as store:
             assert store.probe() == Rights()
+
+    def test_the_second_host_serves_when_the_first_hangs(self, cluster: Cluster) -> None:
+        with socket.create_server((HOST, 0)) as silent:
+            url = cluster.url.replace(f":{cluster.servers[0].port},", f":{silent.getsockname()[1]},")
+            with opened(url, StoreOptions(timeout_s=2.0)) as store:
+                assert store.exists([OBJECT]) == [False]
 
 
 class TestSentinel:

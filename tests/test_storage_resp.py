@@ -139,7 +139,8 @@ def test_a_string_that_is_shorter_than_the_parts_leaves_the_rest_alone(ends: tup
     buffer = bytearray([POISON]) * 10
     server.sendall(b"$4\r\nabcd\r\n:7\r\n")
     wire.send([command(b"X"), command(b"Y")], 2, later())
-    assert wire.reply_into([memoryview(buffer)[:3], memoryview(buffer)[3:]], later()) == 4
+    view = memoryview(buffer)
+    assert wire.reply_into([view[:3], view[3:6], view[6:]], later()) == 4
     assert buffer == b"abcd" + bytes([POISON]) * 6
     assert not wire.clean
     assert wire.reply(int, later()) == 7
@@ -175,6 +176,12 @@ def test_a_byte_that_nobody_asked_for_makes_a_wire_unclean(ends: tuple[socket.so
     server, wire = ends
     server.sendall(b":1\r\n" + extra)
     assert wire.ask([command(b"X")], int, later()) == [1]
+    assert not wire.clean
+
+
+def test_a_wire_that_is_owed_a_reply_is_unclean(ends: tuple[socket.socket, Wire]) -> None:
+    _, wire = ends
+    wire.send([command(b"X")], 1, later())
     assert not wire.clean
 
 

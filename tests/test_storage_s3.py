@@ -181,6 +181,14 @@ def test_a_listing_of_several_pages_has_every_object_once(store: S3Store) -> Non
     assert store.usage().used_bytes == 1_050
 
 
+def test_a_prefix_finds_names_that_are_kept_elsewhere_for_their_length_or_look(store: S3Store) -> None:
+    names = ["a.hb", "a.hc/b", "a.h", "x" * 300, "y" * 300]
+    for text in names:
+        put(store, text)
+    for prefix in ("", "a", "a.", "a.h", "a.hc", "a.hc/", "x", "x" * 300, "yy", "z"):
+        assert sorted(info.name for info in store.list(prefix)) == [n for n in sorted(names) if n.startswith(prefix)]
+
+
 def test_a_large_object_goes_in_parts_and_replaces_nothing(url: str, control: Any) -> None:
     store = open_s3(url, multipart_bytes=MIN_PART_BYTES)
     data = os.urandom(2 * MIN_PART_BYTES + 12_345)
@@ -214,15 +222,19 @@ def uploads(control: Any, url: str) -> list[Any]:
     return control.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix_of(url)).get("Uploads", [])
 
 
-@pytest.mark.parametrize("why", ["a part fails", "the time is up"])
-def test_an_upload_that_fails_leaves_nothing(url: str, store: S3Store, control: Any, why: str) -> None:
-    client = FailsAtPart(control, 2) if why == "a part fails" else control
-    deadline_s = float("inf") if why == "a part fails" else 0.0
+def test_an_upload_of_which_a_part_fails_leaves_nothing(url: str, store: S3Store, control: Any) -> None:
     body = bytes(3 * MIN_PART_BYTES)
-    with pytest.raises((ClientError, StoreTimeout)):
-        write_in_parts(client, BUCKET, prefix_of(url) + "o.hc", body, MIN_PART_BYTES, deadline_s)
+    with pytest.raises(ClientError):
+        write_in_parts(FailsAtPart(control, 2), BUCKET, prefix_of(url) + "o.hc", body, MIN_PART_BYTES, float("inf"))
     assert uploads(control, url) == []
     assert list(store.list("")) == []
+
+
+def test_an_upload_whose_time_is_up_sends_no_more_and_leaves_nothing(url: str, store: S3Store, control: Any) -> None:
+    body = bytes(3 * MIN_PART_BYTES)
+    with pytest.raises(StoreTimeout, match=f"^0 of {len(body)} bytes were sent"):
+        write_in_parts(control, BUCKET, prefix_of(url) + "o.hc", body, MIN_PART_BYTES, 0.0)
+    assert uploads(control, url) == []
     assert store.exists([NAME]) == [False]
 
 

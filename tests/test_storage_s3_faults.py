@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import ipaddress
 import socket
 import ssl
@@ -69,6 +70,8 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
     "probe": lambda store: store.probe(),
     "lifecycle": lambda store: store.lifecycle(),
 }
+# Without ours, obstore gives up after 30 s.
+shorter_than_a_clients_own_limit = pytest.mark.timeout(25)
 every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 
 
@@ -81,12 +84,13 @@ def test_a_read_is_one_request_of_exactly_the_wanted_bytes() -> None:
     assert "range: bytes=3-5" in head.lower()
 
 
-def test_a_write_is_one_request_that_replaces_nothing() -> None:
+def test_a_write_is_one_request_that_replaces_nothing_and_is_signed_with_its_body() -> None:
     with TinyHttp(says(answer())) as server:
         assert write(open_s3(server.url)) is True
     (head,) = server.heads
     assert head.startswith("PUT /bucket/p/o.hc ")
     assert "if-none-match: *" in head.lower()
+    assert f"x-amz-content-sha256: {hashlib.sha256(b'12345').hexdigest()}" in head.lower()
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,13 @@ def test_a_write_is_one_request_that_replaces_nothing() -> None:
 def test_an_answer_that_is_not_whole_is_an_error(reply: bytes) -> None:
     with TinyHttp(says(reply)) as server, pytest.raises(StoreUnavailable, match="read of o failed"):
         read(open_s3(server.url))
+
+
+@pytest.mark.parametrize("name", ["read", "write", "exists", "delete", "list", "lifecycle"])
+def test_a_request_that_failed_is_not_sent_again(name: str) -> None:
+    with TinyHttp(says(refusal("503 Slow Down", "SlowDown"))) as server, pytest.raises(StoreUnavailable, match="503"):
+        CALLS[name](open_s3(server.url))
+    assert len(server.heads) == 1
 
 
 def test_a_whole_answer_is_read_as_it_is_and_a_flipped_byte_is_the_envelopes_to_find() -> None:
@@ -138,19 +149,21 @@ def test_an_object_replaced_between_two_requests_is_an_error() -> None:
         read(open_s3(server.url), offset=500)
 
 
+@shorter_than_a_clients_own_limit
 @every_call
 def test_a_server_that_never_answers_is_a_timeout(call: Callable[[S3Store], object]) -> None:
     with TinyHttp(hangs) as server, pytest.raises(StoreTimeout):
         call(open_s3(server.url, timeout_s=BRIEF_S))
 
 
+@shorter_than_a_clients_own_limit
 @every_call
 def test_an_answer_that_comes_byte_by_byte_is_a_timeout(call: Callable[[S3Store], object]) -> None:
     with TinyHttp(dribbles(part(b"1234567890", 0, 10) * 20)) as server, pytest.raises(StoreTimeout):
         call(open_s3(server.url, timeout_s=BRIEF_S))
 
 
-def test_two_requests_of_one_call_share_its_time() -> None:
+def test_a_read_past_the_end_ends_in_time_though_its_second_request_hangs() -> None:
     def script(connection: socket.socket, head: str) -> None:
         if head.startswith("GET"):
             connection.sendall(refusal("416 Bad Range", "InvalidRange"))
@@ -161,14 +174,38 @@ def test_two_requests_of_one_call_share_its_time() -> None:
         read(open_s3(server.url, timeout_s=BRIEF_S), offset=5)
 
 
+def test_a_delete_ends_in_time_though_its_second_request_dribbles() -> None:
+    dribble = dribbles(answer(status="204 No Content") * 20)
+
+    def script(connection: socket.socket, head: str) -> None:
+        if head.startswith("HEAD"):
+            connection.sendall(answer())
+        else:
+            dribble(connection, head)
+
+    with TinyHttp(script) as server, pytest.raises(StoreTimeout):
+        open_s3(server.url, timeout_s=BRIEF_S).delete(NAME)
+
+
+def test_looking_up_many_names_shares_one_time() -> None:
+    pause = threading.Event()
+
+    def script(connection: socket.socket, head: str) -> None:
+        pause.wait(BRIEF_S / 2)
+        connection.sendall(answer())
+
+    with TinyHttp(script) as server, pytest.raises(StoreTimeout, match="looking up 160 objects"):
+        open_s3(server.url, timeout_s=BRIEF_S).exists([NAME] * 160)
+
+
 def test_nothing_is_written_into_parts_after_a_timeout() -> None:
     released, done = threading.Event(), threading.Event()
 
     def script(connection: socket.socket, head: str) -> None:
         data = part(b"x" * 1_000_000, 0, 1_000_000)
-        connection.sendall(data[:-1000])
-        released.wait()
         try:
+            connection.sendall(data[:-1000])
+            released.wait()
             connection.sendall(data[-1000:])
         finally:
             done.set()
@@ -179,7 +216,7 @@ def test_nothing_is_written_into_parts_after_a_timeout() -> None:
             open_s3(server.url, timeout_s=BRIEF_S).read(NAME, [memoryview(buffer)])
         before = bytes(buffer)
         released.set()
-        done.wait()
+        done.wait(timeout=10)
     assert buffer == before
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from store_conformance import AWKWARD_NAMES
 
@@ -55,6 +55,7 @@ def test_a_key_is_short_and_of_safe_characters_in_ordinary_parts(text: str) -> N
 
 
 @given(all_names, st.integers(0, MAX_NAME_CHARS))
+@example("a.hc/b", 3)
 def test_a_key_begins_with_a_prefix_of_each_beginning_of_its_name(text: str, length: int) -> None:
     key = encode(ObjectName(text))
     found = [prefix for prefix in key_prefixes(text[:length]) if key.startswith(prefix)]

@@ -227,6 +227,7 @@ def test_no_variables_are_no_keys() -> None:
         " ".join([KEY.hex()[:31], KEY.hex()[:32]]),
         base64.b64encode(KEY[:31]).decode(),
         base64.b64encode(KEY + b"x").decode(),
+        "!!!!" + base64.b64encode(KEY).decode(),
         "é" * 64,
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chaos_stores import ChaosRedis, ChaosS3, ChaosStore, NotPossible, SmallDisk
-from fault_proxy import Fault, Flip, Hang, HttpError, Latency, Overlong, Refuse, Reset, Throttle, Truncate
+from fault_kinds import Fault, Flip, Hang, HttpError, Latency, Overlong, Refuse, Reset, Throttle, Truncate
 from fault_rig import NUM_CHUNKS, PAYLOAD_BYTES, UNIT_BYTES, Rig, await_true, poisoned, rigged
 
 from vllm_hicache.errors import StoreError, StoreUnavailable
@@ -115,9 +115,16 @@ def test_a_little_latency_costs_no_hit(rig: Rig) -> None:
     assert rig.proxy.counters.num_struck >= NUM_CHUNKS
 
 
-def test_one_reset_is_tried_again_and_costs_no_hit(rig: Rig) -> None:
+def test_one_reset_in_mid_read_is_tried_again_and_costs_no_hit(rig: Rig) -> None:
     assert rig.hits(rig.first)
-    rig.proxy.set_fault(Refuse())  # the pooled connections are reset
+    rig.proxy.set_fault(Reset(MID_PAYLOAD, num_times=1))
+    assert rig.load(rig.first) == rig.contents[rig.first]
+    assert rig.proxy.counters.num_struck == 1
+
+
+def test_connections_that_were_reset_while_idle_cost_no_hit(rig: Rig) -> None:
+    assert rig.hits(rig.first)
+    rig.proxy.set_fault(Refuse())
     rig.proxy.clear()
     assert rig.load(rig.first) == rig.contents[rig.first]
 

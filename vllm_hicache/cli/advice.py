@@ -62,7 +62,8 @@ def medium_lines(url: str, bare: Store, usage: StoreUsage | None) -> Iterator[Li
     """What happens when the store is full, as far as its server tells. `usage` is None where nobody counted."""
     if parse_url(url).scheme in ("redis", "rediss", "unix") and usage is not None and usage.capacity_bytes is None:
         way_out = "CONFIG SET maxmemory SIZE, and maxmemory-policy allkeys-lru"
-        yield warn("capacity_bytes", f"no maxmemory: redis grows until the kernel kills it; {way_out}", None)
+        text = f"redis tells no maxmemory, and without one it grows until the kernel kills it: {way_out}"
+        yield warn("capacity_bytes", text, None)
     try:
         if isinstance(bare, Evicting):
             yield from _policy_lines(bare.eviction_policy())

@@ -49,7 +49,8 @@ def namespace_lines(asked: Asked, facts: ModelFacts | None, contents: Contents |
 
 def _compared(part: str, found: Manifest | Unreadable, known: Fields, facts: ModelFacts | None) -> Line:
     if isinstance(found, Unreadable):
-        return warn(part, f"unreadable manifest ({found.why}): `vllm-hicache store gc --namespace {part}`")
+        way_out = f"written under other keys? If not, `vllm-hicache store gc URL --namespace {part}`"
+        return warn(part, f"unreadable manifest ({found.why}): {way_out}")
     theirs = {name: value for name, value in found.fields.items() if name in known}
     differing = difference(dict(known), theirs)
     model = differing.pop("model", None)

@@ -10,6 +10,7 @@ CLOSED opens after 5 failures in a row, or 2 timeouts in a row, as each of those
 refuses at once. HALF_OPEN lets deciding calls pass one at a time and refuses the others: one that is answered
 closes the circuit, one that fails opens it again, with a pause twice as long. Reads decide for reading
 because a store may answer `exists` and hang on bytes; so `exists` neither closes a circuit nor forgives a read.
+A process that only looks up never reads: where no read had failed, the probe's answer closes the circuit.
 
 Hits are back within 10 s of the store's return: the worst that can be under way then is one call that hangs
 for its limit (`timeout_s`, 5 s), followed by one pause (at most 4 s) and a probe that is answered.
@@ -143,9 +144,7 @@ class Circuit:
             if call.epoch != self._epoch:
                 return Change.NONE
             if self._state is CircuitState.HALF_OPEN and call.decides:
-                self._change(CircuitState.CLOSED)
-                self._pause_s = self._first_pause_s
-                self._forget()
+                self._close()
                 return Change.CLOSED
             if self._state is CircuitState.CLOSED and (call.decides or not self._read_failed):
                 self._forget()
@@ -177,11 +176,21 @@ class Circuit:
             if call.epoch == self._epoch and call.decides:
                 self._is_trying = False
 
-    def let_try(self) -> None:
-        """End the pause: the store answers again."""
+    def let_try(self) -> Change:
+        """End the pause: the store answers again. Where no deciding call had failed, that is proof enough."""
         with self._lock:
-            if self._state is CircuitState.OPEN:
+            if self._state is not CircuitState.OPEN:
+                return Change.NONE
+            if self._read_failed:
                 self._change(CircuitState.HALF_OPEN)
+                return Change.NONE
+            self._close()
+            return Change.CLOSED
+
+    def _close(self) -> None:
+        self._change(CircuitState.CLOSED)
+        self._pause_s = self._first_pause_s
+        self._forget()
 
     def _change(self, state: CircuitState) -> None:
         self._state, self._changed_s = state, self._clock()
@@ -235,8 +244,7 @@ class Breaker(StoreWrapper):
     are answers; other StoreErrors (a bad name) tell nothing. `probe` and `close` always pass.
 
     Args:
-        on_close: called on the thread whose read closed the reading circuit, before that read returns. What
-            it raises is logged.
+        on_close: called on the thread that closed a circuit, before its call returns. What it raises is logged.
         probe_s: between the probe thread's attempts, seconds.
     """
 
@@ -323,21 +331,22 @@ class Breaker(StoreWrapper):
         if change is Change.CLOSED:
             if self._was_told[side]:
                 _log.info("%s: circuit for %s closed, all is well again", self.describe(), side)
-            if side is Side.READING and self._on_close is not None:
+            if self._on_close is not None:
                 self._tell(self._on_close)
 
     def _begin_probing(self, circuit: Circuit) -> None:
         try:
             self._prober.start(circuit.pause_s, self._attempt)
         except RuntimeError:  # a miss less: without a thread to probe with, the next reads must try
-            circuit.let_try()
+            self._react(circuit, circuit.let_try())
 
     def _attempt(self) -> float | None:
         try:
             self._inner.exists([PROBE_NAME])
         except Exception:  # a miss: the store is still away, and the thread that probes must live
             return self._probe_s
-        self._circuits[Side.READING].let_try()
+        circuit = self._circuits[Side.READING]
+        self._react(circuit, circuit.let_try())
         return None
 
     def _tell(self, on_close: Callable[[], None]) -> None:

@@ -9,13 +9,14 @@ The object's name is authenticated with it: an object moved under another name d
 for 2^32 writes (random 96-bit nonces, NIST SP 800-38D, 8.3): 12 PiB of objects of 3 MB. Names, sizes and
 times stay readable.
 
-Owner: `storage/`. Thread: as thread-safe as the store inside; no state between calls.
+Owner: `storage/`. Thread: as thread-safe as the store inside.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -33,6 +34,32 @@ _TAG_BYTES = 16
 _LEAD_BYTES = len(MAGIC) + _NONCE_BYTES
 OVERHEAD_BYTES = _LEAD_BYTES + _TAG_BYTES
 _READ_TRIES = 3
+_KEPT_BYTES = 128 << 20
+
+
+class _Scratch:
+    """Memory for ciphertext, kept from call to call: fresh pages cost more than the cipher.
+
+    Holds as many buffers as calls ran at once, at most 128 MiB in all.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+
+    @contextmanager
+    def take(self, num_bytes: int) -> Iterator[memoryview]:
+        """Lend `num_bytes` with any content."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = bytearray()
+        if len(buffer) < num_bytes:
+            buffer = bytearray(num_bytes)
+        try:
+            yield memoryview(buffer)[:num_bytes]
+        finally:
+            if sum(map(len, self._free)) + len(buffer) <= _KEPT_BYTES:
+                self._free.append(buffer)
 
 
 class Encrypted(StoreWrapper):
@@ -47,13 +74,23 @@ class Encrypted(StoreWrapper):
     def __init__(self, inner: Store, key: bytes) -> None:
         super().__init__(inner)
         self._algorithm = algorithms.AES256(key)
+        self._scratch = _Scratch()
 
     def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
         wanted_bytes = sum(part.nbytes for part in parts)
         if wanted_bytes == 0:
             return _plain_bytes(name, self._inner.read(name, []))
-        sealed = self._fetch(name, None if offset else wanted_bytes + OVERHEAD_BYTES)
-        return self._open(name, sealed, parts, offset)
+        guess_bytes = min(wanted_bytes, MAX_OBJECT_BYTES) + OVERHEAD_BYTES
+        size = self._inner.read(name, []) if offset else guess_bytes
+        for _ in range(_READ_TRIES):
+            if size > MAX_OBJECT_BYTES + OVERHEAD_BYTES:
+                raise StoreCorrupt(f"object {name} has {size} bytes: nothing of 2 GiB or more was ever encrypted")
+            with self._scratch.take(size) as room:
+                size = self._inner.read(name, [room])
+                if size <= room.nbytes:
+                    return self._open(name, room[:size], parts, offset)
+        # Only removed and written anew can it have grown.
+        raise StoreUnavailable(f"object {name} changed {_READ_TRIES} times while it was read")
 
     def write(self, name: ObjectName, parts: Sequence[memoryview]) -> bool:
         plain_bytes = sum(part.nbytes for part in parts)
@@ -65,11 +102,12 @@ class Encrypted(StoreWrapper):
         lead = MAGIC + os.urandom(_NONCE_BYTES)
         encryptor = Cipher(self._algorithm, modes.GCM(lead[len(MAGIC) :])).encryptor()
         encryptor.authenticate_additional_data(_associated(name))
-        sealed, at = memoryview(bytearray(plain_bytes)), 0
-        for part in parts:
-            at += encryptor.update_into(part, sealed[at:])
-        encryptor.finalize()
-        return self._inner.write(name, [memoryview(lead), sealed, memoryview(encryptor.tag)])
+        with self._scratch.take(plain_bytes) as sealed:
+            at = 0
+            for part in parts:
+                at += encryptor.update_into(part, sealed[at:])
+            encryptor.finalize()
+            return self._inner.write(name, [memoryview(lead), sealed, memoryview(encryptor.tag)])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for info in self._inner.list(prefix):
@@ -80,19 +118,6 @@ class Encrypted(StoreWrapper):
         usage = self._inner.usage()
         used_bytes = max(0, usage.used_bytes - usage.num_objects * OVERHEAD_BYTES)
         return StoreUsage(usage.num_objects, used_bytes, usage.capacity_bytes)
-
-    def _fetch(self, name: ObjectName, guess_bytes: int | None) -> memoryview:
-        """Return the whole object as it lies in the store; a right or too large guess of its size saves a call."""
-        size = self._inner.read(name, []) if guess_bytes is None else guess_bytes
-        for _ in range(_READ_TRIES):
-            if size > MAX_OBJECT_BYTES + OVERHEAD_BYTES:
-                raise StoreCorrupt(f"object {name} has {size} bytes: nothing of 2 GiB or more was ever encrypted")
-            sealed = memoryview(bytearray(size))
-            size = self._inner.read(name, [sealed])
-            if size <= sealed.nbytes:
-                return sealed[:size]
-        # Only removed and written anew can it have grown.
-        raise StoreUnavailable(f"object {name} changed {_READ_TRIES} times while it was read")
 
     def _open(self, name: ObjectName, sealed: memoryview, parts: Sequence[memoryview], offset: int) -> int:
         """Decrypt straight into `parts` what they ask for, and the rest for the tag's sake; return the plain size."""

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
-from vllm_hicache.errors import StoreError, StoreTimeout, StoreUnavailable
+from vllm_hicache.errors import StoreTimeout, StoreUnavailable
 from vllm_hicache.storage.lmcache_config import quiet_import
 
 with quiet_import():
@@ -148,8 +148,11 @@ class Session:
         """Return for each key whether the adapter finds it: all False also when it fails."""
         keys, submit = list(keys), self._adapter.submit_lookup_and_lock_task
         found = self._run(_Kind.LOOKUP, [], len(keys), lambda: int(submit(keys, {})), deadline)
-        # LMCache locks against evictions of its own, which are not in use here; the medium knows no locks.
-        self._adapter.submit_unlock([key for key, is_found in zip(keys, found, strict=True) if is_found])
+        try:
+            # LMCache locks against evictions of its own, which are not in use here; the medium knows no locks.
+            self._adapter.submit_unlock([key for key, is_found in zip(keys, found, strict=True) if is_found])
+        except Exception as error:  # miss: the adapter's own errors, of any type
+            raise StoreUnavailable(f"LMCache's adapter takes no unlock: {type(error).__name__}") from error
         return found
 
     def delete(self, keys: Sequence[ObjectKey], deadline: float) -> None:
@@ -171,7 +174,10 @@ class Session:
 
     def is_healthy(self) -> bool:
         """Return whether the adapter thinks well of itself: no breaker open, no connection failed lately."""
-        status = self._adapter.report_status()
+        try:
+            status = self._adapter.report_status()
+        except Exception:  # miss: the adapter's own errors, of any type
+            return False
         return bool(status.get("is_healthy", True)) and not status.get("connection_failures")
 
     def retire(self) -> None:
@@ -349,7 +355,7 @@ class Sessions:
         session = Session(self._make())
         try:
             self._greet(session, deadline)
-        except StoreError:
+        except BaseException:  # miss or stop as it came; nobody else would close the adapter
             self._next_open_s = time.monotonic() + self._reopen_s
             self._retire(session)
             raise

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from vllm_hicache.errors import ConfigError, ObjectMissing
+from vllm_hicache.errors import ConfigError, ObjectMissing, StoreCorrupt
 from vllm_hicache.names import ObjectName
 from vllm_hicache.storage.base import MANIFEST_PART, Store
 from vllm_hicache.storage.envelope import NAMESPACE_BYTES, namespace_part
@@ -90,6 +90,8 @@ def _read(store: Store, part: str) -> Manifest | Unreadable | None:
         total_bytes = store.read(manifest_name(part), [memoryview(buffer)])
     except ObjectMissing:
         return None
+    except StoreCorrupt:
+        return Unreadable("not encrypted with this key")
     if total_bytes > MAX_MANIFEST_BYTES:
         return Unreadable(f"{total_bytes} bytes, the limit is {MAX_MANIFEST_BYTES}")
     return parse_manifest(bytes(buffer[:total_bytes]), part)

@@ -31,6 +31,7 @@ _TIME = struct.Struct("<Q")
 _SCAN_COUNT = 1000
 _PROBE_LIFE_MS = 1000
 _OTHER_MASTER = ("READONLY", "MASTERDOWN", "CLUSTERDOWN")
+_POLICY = re.compile(rb"^maxmemory_policy:([a-z-]+)\r?$", re.MULTILINE)
 _MAXMEMORY = re.compile(rb"^maxmemory:([0-9]+)\r?$", re.MULTILINE)
 _Page = tuple[bytes, Sequence[ObjectInfo]]
 _GLOB = str.maketrans({char: f"\\{char}" for char in "\\*?[]"})
@@ -117,7 +118,7 @@ class RedisStore(Store):
         return reply is not None
 
     def delete(self, name: ObjectName) -> bool:
-        return self._ask(Deadline(self._timeout_s), b"UNLINK", self._key(name)) == 1
+        return self._ask(int, Deadline(self._timeout_s), b"UNLINK", self._key(name)) == 1
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """As `Store.list`; each step of the iteration ends within the timeout."""
@@ -140,11 +141,16 @@ class RedisStore(Store):
     def close(self) -> None:
         self._pool.close()
 
+    def eviction_policy(self) -> str | None:
+        """Return the servers' `maxmemory-policy`, all of them where they differ; None where none tells."""
+        matches = map(_POLICY.search, self._memory_infos(Deadline(self._timeout_s)))
+        return ", ".join(sorted({match[1].decode() for match in matches if match})) or None
+
     def _try_rights(self, deadline: Deadline) -> Rights:
         """Raises StoreDenied unless we may read and list."""
         key = self._key(ObjectName(f"probe-{uuid.uuid4().hex}"))
-        self._ask(deadline, b"STRLEN", key)
-        self._ask(deadline, b"GETRANGE", key, b"0", b"0")
+        self._ask(int, deadline, b"STRLEN", key)
+        self._ask(bytes, deadline, b"GETRANGE", key, b"0", b"0")
         for address in self._nodes.all(deadline):
             self._page(address, "", b"0", deadline)
         # Too short for an object, so no list shows it; it goes by itself where we may not delete.
@@ -153,7 +159,7 @@ class RedisStore(Store):
 
     def _allowed(self, deadline: Deadline, *words: bytes) -> bool:
         """Run a command; False when this user, or this replica, is not to change anything."""
-        reply = self._reply(deadline, *words)
+        reply = self._reply(object, deadline, *words)
         if isinstance(reply, ServerError) and reply.code in ("NOPERM", "READONLY"):
             return False
         self._check(reply, self._nodes.of_key(words[1], deadline))
@@ -179,10 +185,11 @@ class RedisStore(Store):
             self._check(reply, address)
             cursor, keys = _scanned(reply)
             names = {key: name for key in keys if (name := self._name(key)) is not None}
-            sizes = wire.ask([command(b"STRLEN", key) for key in names], int, deadline)
-            times = wire.ask([command(b"GETRANGE", key, b"0", b"7") for key in names], bytes, deadline)
+            asked = [command(b"STRLEN", key) + command(b"GETRANGE", key, b"0", b"7") for key in names]
+            wire.send([b"".join(asked)], 2 * len(asked), deadline)
+            told = [(wire.reply(int, deadline), wire.reply(bytes, deadline)) for _ in names]
         found = []
-        for (key, name), size, written in zip(names.items(), sizes, times, strict=True):
+        for (key, name), (size, written) in zip(names.items(), told, strict=True):
             # A slot under way: its keys are listed where they were, and asked about where they are.
             length = self._followed(size, (b"STRLEN", key), deadline)
             stamp = self._followed(written, (b"GETRANGE", key, b"0", b"7"), deadline)
@@ -193,23 +200,27 @@ class RedisStore(Store):
 
     def _capacity_bytes(self, deadline: Deadline) -> int | None:
         """Return the `maxmemory` of all servers; None where one has none, or does not tell."""
-        limits = []
+        limits = [int(match[1]) if (match := _MAXMEMORY.search(told)) else 0 for told in self._memory_infos(deadline)]
+        return sum(limits) if all(limits) else None
+
+    def _memory_infos(self, deadline: Deadline) -> Sequence[bytes]:
+        """Return what each server says of its memory; empty for one that does not tell."""
+        infos = []
         for address in self._nodes.all(deadline):
             with self._lent(address, deadline) as wire:
                 (told,) = wire.ask([command(b"INFO", b"memory")], bytes, deadline)
-            match = None if isinstance(told, ServerError) else _MAXMEMORY.search(told)
-            limits.append(int(match[1]) if match else 0)
-        return sum(limits) if all(limits) else None
+            infos.append(b"" if isinstance(told, ServerError) else told)
+        return infos
 
-    def _ask(self, deadline: Deadline, *words: bytes) -> object:
+    def _ask(self, kind: type, deadline: Deadline, *words: bytes) -> object:
         """Run a small command on the key `words[1]`. Raises for an error reply."""
-        reply = self._reply(deadline, *words)
+        reply = self._reply(kind, deadline, *words)
         self._check(reply, self._nodes.of_key(words[1], deadline))
         return reply
 
-    def _reply(self, deadline: Deadline, *words: bytes) -> object:
+    def _reply(self, kind: type, deadline: Deadline, *words: bytes) -> object:
         with self._lent(self._nodes.of_key(words[1], deadline), deadline) as wire:
-            (reply,) = wire.ask([command(*words)], object, deadline)
+            (reply,) = wire.ask([command(*words)], kind, deadline)
         return self._followed(reply, words, deadline)
 
     def _followed(self, reply: object, words: Sequence[bytes], deadline: Deadline) -> object:

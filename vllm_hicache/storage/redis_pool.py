@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from vllm_hicache.errors import StoreDenied, StoreError, StoreTimeout, StoreUnavailable
-from vllm_hicache.storage.resp import Deadline, ServerError, Wire, command
+from vllm_hicache.storage.resp import Deadline, NoRedis, ServerError, Wire, command
 
 USERNAME_VARIABLE = "VLLM_HICACHE_REDIS_USERNAME"
 PASSWORD_VARIABLE = "VLLM_HICACHE_REDIS_PASSWORD"
@@ -132,6 +132,7 @@ def _log_in(wire: Wire, address: Address, login: Login, deadline: Deadline) -> N
             )
         if reply != b"OK":
             raise_error(reply, address)
+            raise NoRedis(f"redis at {address} answered neither OK nor an error to SELECT")
 
 
 def raise_error(reply: object, address: object) -> None:

@@ -166,8 +166,8 @@ class S3Store(Store):
         return True
 
     def _put(self, key: str, parts: Sequence[memoryview]) -> bool:
-        # Not joined. What the client still sends after a timeout cannot become an object, should the caller have
-        # changed its memory by then: the body is signed.
+        # Not joined. A client that is cut off by the time-out may still send some of it from memory that its owner
+        # reuses: Amazon then refuses the body for its signature, elsewhere the envelope's digests find it.
         try:
             obstore.put(self._data, key, parts, mode="create", use_multipart=False)
         except Exception as error:  # neither: all but a name that is taken goes on to the seam

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import botocore.exceptions as boto
 import obstore.exceptions as obs
@@ -108,11 +107,7 @@ def seam(action: str) -> Iterator[None]:
     except (StoreError, ConfigError):
         raise
     except Exception as error:  # miss: whatever the clients raise, the store cannot serve this call
-        _raise(fault_of(error).store_error(action))
-
-
-def _raise(error: StoreError) -> NoReturn:
-    raise error from None
+        raise fault_of(error).store_error(action) from None
 
 
 def _of_obstore(text: str) -> Fault:

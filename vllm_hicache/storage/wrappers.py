@@ -28,6 +28,8 @@ class Outcome(StrEnum):
     ABSENT = "absent"
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
+    CORRUPT = "corrupt"
+    """What came back cannot be what was written."""
     ERROR = "error"
 
 

@@ -60,7 +60,8 @@ class TransferEngine:
         self._blocks_per_page = geometry.blocks_per_page
         self._copier = copier
         self._metrics = metrics
-        self._flush_queue_pages = flush_queue_pages
+        # A queued flush holds its host pages: a store that is slow without failing must not take half of the pool.
+        self._flush_queue_pages = min(flush_queue_pages, max(1, pool.num_slots // 2))
         self._loading = Lane("load", copier.num_load_threads, partial(self._count_error, "load"))
         self._saving = Lane("save", 1, partial(self._count_error, "save"))
         self._fetching = Lane("fetch", io_threads, partial(self._count_error, "fetch"))
