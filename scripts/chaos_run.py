@@ -27,12 +27,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from botocore.exceptions import ClientError
 from chaos_engine import Reading, ServedEngine
 from chaos_faults import CELLS, NOT_UP, Cell, Evidence, Scene, cells_of
 from chaos_report import CellRecord, assemble, line, table
 from chaos_stores import STORES, ChaosStore, NotPossible, opened
 from engine_process import Answer, EngineError
 from fault_proxy import FaultProxy
+from redis import RedisError
 
 OUT = Path(__file__).resolve().parent.parent / "out"
 NUM_PROMPTS = 6
@@ -102,11 +104,8 @@ class Chaos:
             with self._measured(record):
                 with cell.fault(self._scene):
                     self._storm(record, self._scene.stop_s if cell.lasts else 0.0)
-                ended_s = time.monotonic()
                 record.num_struck = self._scene.proxy.counters.num_struck - before
-                # Else the time to hits would be that of computing what the store has lost.
-                self._scene.store.restore(self._objects)
-                record.recovery_s = self._recover(record, ended_s)
+                record.recovery_s = self._recover(record, self._put_back())
             if cell.evidence is not Evidence.PROXY:
                 record.num_struck = evidence(cell, record)
         except NotPossible as error:
@@ -157,6 +156,22 @@ class Chaos:
             self._say(f"a request failed: {answer}")
         if not self._engine.is_alive:
             raise EngineError("the engine died")
+
+    def _put_back(self) -> float:
+        """Give the store what it has lost, or hits would wait for it to be computed; when the fault was over.
+
+        A server whose disk was full goes on refusing for some seconds: the fault lasts until it takes objects.
+        """
+        deadline = time.monotonic() + FILL_LIMIT_S
+        while True:
+            now = time.monotonic()
+            try:
+                self._scene.store.restore(self._objects)
+                return now
+            except (RedisError, ClientError):
+                if now > deadline:
+                    raise
+                time.sleep(_POLL_S)
 
     def _recover(self, record: CellRecord, ended_s: float) -> float | None:
         """Ask until a hit comes from the store; seconds since the fault ended."""

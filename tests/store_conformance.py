@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
@@ -24,7 +24,7 @@ from s3_store_kit import fresh_url, open_s3
 from vllm_hicache.errors import ConfigError, ObjectMissing, StoreError
 from vllm_hicache.names import ObjectName
 from vllm_hicache.secrets import Secrets
-from vllm_hicache.storage.base import MAX_NAME_CHARS, ObjectInfo, Store, StoreOptions, StoreUsage
+from vllm_hicache.storage.base import MAX_NAME_CHARS, ObjectInfo, Store, StoreOptions, StoreUsage, WatchedParts
 from vllm_hicache.storage.breaker import Breaker
 from vllm_hicache.storage.encrypted import Encrypted
 from vllm_hicache.storage.file import FileStore
@@ -171,6 +171,20 @@ def usage(store: Store) -> StoreUsage:
         pytest.skip(str(error))
 
 
+class Watch(WatchedParts):
+    """Compares what is said to be in place with what should be."""
+
+    def __init__(self, buffers: Sequence[bytearray], expected: bytes) -> None:
+        super().__init__([memoryview(buffer) for buffer in buffers])
+        self.buffers = buffers
+        self.expected = expected
+        self.told: list[int] = []
+
+    def filled(self, num_bytes: int) -> None:
+        self.told.append(num_bytes)
+        assert b"".join(self.buffers)[:num_bytes] == self.expected[:num_bytes]
+
+
 class StoreConformance:
     """Mixed into a test class whose fixture `store` yields a fresh, probed store."""
 
@@ -229,6 +243,17 @@ class StoreConformance:
         expected = poisoned(3_000)
         expected[1_000:1_500], expected[2_000:2_100] = data[:500], data[500:600]
         assert buffer == expected
+
+    def test_whoever_watches_a_read_is_told_only_of_bytes_that_are_in_place(self, store: Store) -> None:
+        data = os.urandom(3_000_000)
+        put(store, "o", data)
+        for offset in (0, 1_000):
+            buffers = [poisoned(size) for size in (3, 0, 1_500_000, 1_000_000)]
+            watch = Watch(buffers, data[offset:])
+            assert store.read(name("o"), watch, offset) == len(data)
+            assert watch.told == sorted(watch.told)
+            assert watch.told[:1] in ([], [0])
+            assert b"".join(buffers) == data[offset : offset + 2_500_003]
 
     def test_a_second_write_is_refused_and_the_first_bytes_stay(self, store: Store) -> None:
         assert put(store, "o", b"first") is True

@@ -349,12 +349,17 @@ class TestHangingStore:
 
     def test_a_full_flush_queue_declines_and_the_next_hit_offers_again(self, start: Start, faults: StoreFaults) -> None:
         engine = start(flush_queue_pages=2)
-        job = engine.serve(TEXT)
-        assert engine.counters["declined_pages|flush"] > 0
-        for _ in range(3):
-            engine.drop_device()
-            assert engine.serve(TEXT).num_external == 96
-        assert engine.check_host(job) == NUM_PAGES
+        faults.gates["write"].close()
+        engine.run_until_finished(engine.add(prompt(100, 9)))
+        name = engine.add(TEXT)
+        engine.run_until_finished(name)
+        engine.run(lambda: engine.counters["declined_pages|flush"] == NUM_PAGES)
+        faults.gates["write"].open()
+        engine.run()
+        assert None in engine.stored_pages(engine.jobs[name])
+        engine.drop_device()
+        assert engine.serve(TEXT).num_external == 96
+        assert None not in set(engine.stored_pages(engine.jobs[name]))
 
 
 class TestCopies:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, overload
 
 from vllm_hicache.errors import StoreError
 from vllm_hicache.names import ObjectName
@@ -60,6 +60,41 @@ class Rights:
 
     write: bool = True
     delete: bool = True
+
+
+class WatchedParts(Sequence[memoryview]):
+    """Parts of a read that are looked at while they are filled: checking overlaps receiving, and finds bytes in cache.
+
+    A store that fills parts from front to back calls `filled` on the reading thread, first with 0, then with
+    the number of leading bytes that will not change any more. One that never calls it is checked at the end.
+    A wrapper that changes what the store inside wrote must give that store parts of its own.
+    """
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = tuple(parts)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[memoryview]: ...
+
+    def __getitem__(self, index: int | slice) -> memoryview | Sequence[memoryview]:
+        return self._parts[index]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def filled(self, num_bytes: int) -> None:
+        """`num_bytes` from the front are in place; 0 when a read begins, or begins anew. Raises nothing."""
+
+
+def teller(parts: Sequence[memoryview]) -> Callable[[int], None] | None:
+    """Return whom a store tells of its progress in filling `parts`, having told of the beginning; None for nobody."""
+    if not isinstance(parts, WatchedParts):
+        return None
+    parts.filled(0)
+    return parts.filled
 
 
 def check_name(name: ObjectName) -> ObjectName:

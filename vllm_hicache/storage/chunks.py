@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from vllm_hicache.errors import StoreError
 from vllm_hicache.grid import Grid
 from vllm_hicache.names import MissReason, ObjectName
-from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.base import Store, WatchedParts
 from vllm_hicache.storage.envelope import (
     XXH3,
     ChunkId,
@@ -56,12 +56,10 @@ class ChunkStore:
         heals it; nothing is retried.
         """
         identity, payload = self._identity(chunk), payload.cast("B")
-        header = memoryview(bytearray(header_bytes(payload.nbytes, unit_bytes, self._sealer)))
+        arrival = _Arrival(identity, payload, unit_bytes, self._sealer)
 
         def attempt() -> MissReason | None:
-            total_bytes = self._store.read(identity.object_name(), [header, payload])
-            found = read_header(header, total_bytes, identity, payload.nbytes, unit_bytes, self._sealer)
-            return found.check_units(0, payload) if isinstance(found, Header) else found
+            return arrival.verdict(self._store.read(identity.object_name(), arrival))
 
         return self._judged(identity.object_name(), attempt)
 
@@ -152,3 +150,53 @@ class ChunkStore:
             self._misses[reason] += 1
         if fault is not None and reason is not MissReason.ABSENT:
             self._warnings.warn(f"{self._store.describe()} failed: counted as a miss ({reason})", fault)
+
+
+class _Arrival(WatchedParts):
+    """A header and its payload, whose units are checked as they come in."""
+
+    def __init__(self, identity: Identity, payload: memoryview, unit_bytes: int, sealer: Sealer) -> None:
+        self._header = memoryview(bytearray(header_bytes(payload.nbytes, unit_bytes, sealer)))
+        super().__init__([self._header, payload])
+        self._identity = identity
+        self._payload = payload
+        self._unit_bytes = unit_bytes
+        self._sealer = sealer
+        self._begin()
+
+    def filled(self, num_bytes: int) -> None:
+        num_units = min(num_bytes - self._header.nbytes, self._payload.nbytes) // self._unit_bytes
+        if num_units < self._num_checked:
+            self._begin()
+        elif num_units > self._num_checked and self._reason is None:
+            self._check(num_units)
+
+    def verdict(self, total_bytes: int) -> MissReason | None:
+        """Judge what came of an object of `total_bytes`; None is a hit."""
+        found = self._read_header(total_bytes)
+        # The header that units were compared with must be the one that is there in the end.
+        if self._found is not None and self._found != found:
+            self._begin()
+        if isinstance(found, MissReason):
+            return found
+        if self._reason is None:
+            self._check(self._payload.nbytes // self._unit_bytes)
+        return self._reason
+
+    def _begin(self) -> None:
+        self._found: Header | MissReason | None = None
+        self._reason: MissReason | None = None
+        self._num_checked = 0
+
+    def _check(self, num_units: int) -> None:
+        """Check the units that came since the last time, up to `num_units` from the front."""
+        if self._found is None:
+            self._found = self._read_header(self._header.nbytes + self._payload.nbytes)
+        if isinstance(self._found, Header):
+            first, unit_bytes = self._num_checked, self._unit_bytes
+            self._reason = self._found.check_units(first, self._payload[first * unit_bytes : num_units * unit_bytes])
+        self._num_checked = num_units
+
+    def _read_header(self, total_bytes: int) -> Header | MissReason:
+        payload_bytes = self._payload.nbytes
+        return read_header(self._header, total_bytes, self._identity, payload_bytes, self._unit_bytes, self._sealer)

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from vllm_hicache.errors import ConfigError, ObjectMissing, StoreUnavailable
 from vllm_hicache.names import ObjectName
 from vllm_hicache.storage import file_tree
-from vllm_hicache.storage.base import ObjectInfo, Rights, Store, StoreOptions, StoreUsage
+from vllm_hicache.storage.base import ObjectInfo, Rights, Store, StoreOptions, StoreUsage, teller
 from vllm_hicache.storage.file_space import TEMP_FOLDER, Reservation, Space
 from vllm_hicache.storage.iovec import read_into, write_from
 from vllm_hicache.storage.url import StoreUrl
@@ -172,7 +172,7 @@ class FileStore(Store):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ObjectMissing(name)
-        count = read_into(fd, parts, offset)
+        count = read_into(fd, parts, offset, teller(parts))
         if count:
             self._touch(fd, modified_ns=status.st_mtime_ns)
         wanted = sum(part.nbytes for part in parts)

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from vllm_hicache.errors import ConfigError, ObjectMissing, StoreDenied, StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.names import ObjectName
-from vllm_hicache.storage.base import ObjectInfo, Rights, Store, StoreOptions, StoreUsage, check_name
+from vllm_hicache.storage.base import ObjectInfo, Rights, Store, StoreOptions, StoreUsage, check_name, teller
 from vllm_hicache.storage.redis_nodes import ClusterNodes, FixedNode, Nodes, SentinelNodes
 from vllm_hicache.storage.redis_pool import Address, WirePool, raise_error
 from vllm_hicache.storage.redis_url import parse_redis_url
@@ -77,7 +77,7 @@ class RedisStore(Store):
         return found
 
     def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
-        deadline, key = Deadline(self._timeout_s), self._key(name)
+        deadline, key, told = Deadline(self._timeout_s), self._key(name), teller(parts)
         address = self._nodes.of_key(key, deadline)
         first, wanted = _TIME.size + offset, sum(part.nbytes for part in parts)
         # A range brings no more than the parts hold, however long the object is, and costs what GET costs.
@@ -87,7 +87,7 @@ class RedisStore(Store):
         with self._lent(address, deadline) as wire:
             wire.send([command(*words) for words in asked], len(asked), deadline)
             size = wire.reply(int, deadline)
-            got = wire.reply_into(parts, deadline)
+            got = wire.reply_into(parts, deadline, told)
         if _redirected(size) or _redirected(got):
             size, data = self._nodes.elsewhere(asked, deadline)
             got = _scatter(data, parts)

@@ -13,12 +13,13 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from vllm_hicache.errors import StoreTimeout, StoreUnavailable
+from vllm_hicache.storage.iovec import after_bytes, first_bytes
 
 _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 _CONTROL_READ_BYTES = 64 << 10
@@ -27,6 +28,7 @@ _HEADER_READ_BYTES = 64
 _MAX_LINE_BYTES = 64 << 10
 _MAX_CONTROL_BULK_BYTES = 1 << 20
 _MAX_ITEMS = 1 << 20
+_TELL_BYTES = 256 << 10
 _CRLF = b"\r\n"
 
 
@@ -111,7 +113,7 @@ class Wire:
                     count = self._socket.sendmsg(pending[:_MAX_PARTS])
                 else:
                     count = self._socket.send(pending[0])
-                pending = _after(pending, count)
+                pending = after_bytes(pending, count)
 
     def reply(self, kind: type[Kind], deadline: Deadline) -> Kind | ServerError:
         """Return the next reply, which must be of `kind` or an error; strings are copied: 1 MiB at most."""
@@ -122,10 +124,13 @@ class Wire:
             self._num_owed -= 1
             return found
 
-    def reply_into(self, parts: Sequence[memoryview], deadline: Deadline) -> int | ServerError:
+    def reply_into(
+        self, parts: Sequence[memoryview], deadline: Deadline, told: Callable[[int], None] | None = None
+    ) -> int | ServerError:
         """Scatter the next reply, a string that fits into `parts`; return its length in bytes.
 
-        An error reply is returned. A longer string, or anything else, is no answer to what was asked.
+        `told` hears how many leading bytes are in place. An error reply is returned. A longer string, or anything
+        else, is no answer to what was asked.
         """
         with self._closing(deadline):
             line = self._line(deadline, _HEADER_READ_BYTES)
@@ -136,7 +141,9 @@ class Wire:
             if not 0 <= num_bytes <= sum(part.nbytes for part in parts):
                 raise _no_redis(line)
             end = memoryview(bytearray(2))
-            self._fill([*_before(parts, num_bytes), end], deadline)
+            # The line end comes with the last bytes, and is none of them.
+            tell = None if told is None else lambda count: told(min(count, num_bytes))
+            self._fill([*first_bytes(parts, num_bytes), end], deadline, tell)
             if end != _CRLF:
                 raise _no_redis(bytes(end))
             self._num_owed -= 1
@@ -189,14 +196,16 @@ class Wire:
         self._at = end + 2
         return line
 
-    def _fill(self, parts: Sequence[memoryview], deadline: Deadline) -> None:
+    def _fill(self, parts: Sequence[memoryview], deadline: Deadline, told: Callable[[int], None] | None = None) -> None:
         """Fill `parts` from the buffer, then from the socket."""
         pending = [part for part in parts if part.nbytes]
+        num_filled = num_told = 0
         while pending and self._at < len(self._unread):
             count = min(pending[0].nbytes, len(self._unread) - self._at)
             pending[0][:count] = self._unread[self._at : self._at + count]
             self._at += count
-            pending = _after(pending, count)
+            num_filled += count
+            pending = after_bytes(pending, count)
         while pending:
             self._socket.settimeout(deadline.left_s())
             if self._gathers:
@@ -205,7 +214,12 @@ class Wire:
                 count = self._socket.recv_into(pending[0])
             if not count:
                 raise ConnectionResetError("it closed the connection")
-            pending = _after(pending, count)
+            num_filled += count
+            pending = after_bytes(pending, count)
+            # Checked while the processor still has the bytes in its cache, and the kernel receives more.
+            if told is not None and num_filled - num_told >= _TELL_BYTES:
+                told(num_filled)
+                num_told = num_filled
 
     @contextmanager
     def _closing(self, deadline: Deadline) -> Iterator[None]:
@@ -237,19 +251,3 @@ def _number(text: bytes) -> int:
 
 def _no_redis(found: bytes) -> NoRedis:
     return NoRedis(f"the server does not speak redis' protocol: {len(found)} bytes that make no reply: is it redis?")
-
-
-def _before(parts: Sequence[memoryview], num_bytes: int) -> Iterator[memoryview]:
-    """Yield the first `num_bytes` of `parts`."""
-    for part in parts:
-        yield part[:num_bytes]
-        num_bytes -= min(num_bytes, part.nbytes)
-
-
-def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of non-empty `parts` once their first `num_bytes` are done."""
-    for index, part in enumerate(parts):
-        if num_bytes < part.nbytes:
-            return [part[num_bytes:], *parts[index + 1 :]]
-        num_bytes -= part.nbytes
-    return []

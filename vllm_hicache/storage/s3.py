@@ -26,7 +26,7 @@ import obstore
 from vllm_hicache.errors import ConfigError, ObjectMissing, StoreTimeout, StoreUnavailable
 from vllm_hicache.machine import neighbouring_cpus, run_on
 from vllm_hicache.names import ObjectName
-from vllm_hicache.storage.base import ObjectInfo, Rights, Store, StoreOptions, StoreUsage
+from vllm_hicache.storage.base import ObjectInfo, Rights, Store, StoreOptions, StoreUsage, teller
 from vllm_hicache.storage.s3_client import S3Location, connect, parse_location
 from vllm_hicache.storage.s3_faults import fault_of, seam
 from vllm_hicache.storage.s3_keys import decode, encode, key_prefixes
@@ -267,7 +267,7 @@ class S3Store(Store):
 
 def _scatter(pieces: Iterable[bytes], parts: Sequence[memoryview]) -> int:
     """Copy `pieces` into `parts` until these are full; return how many bytes came, the first too many included."""
-    targets = iter(parts)
+    targets, told = iter(parts), teller(parts)
     target = memoryview(b"")
     num_bytes = 0
     for piece in pieces:
@@ -282,6 +282,8 @@ def _scatter(pieces: Iterable[bytes], parts: Sequence[memoryview]) -> int:
             count = min(rest.nbytes, target.nbytes)
             target[:count] = rest[:count]
             target, rest = target[count:], rest[count:]
+        if told is not None:
+            told(num_bytes)
     return num_bytes
 
 

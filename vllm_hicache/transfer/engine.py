@@ -107,7 +107,8 @@ class TransferEngine:
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
         waiting = self._flushing.depth
-        declined = store is None or waiting + len(op.pages) > self._flush_queue_pages
+        # One that finds the queue empty is taken whatever its length, or it would be declined for ever.
+        declined = store is None or (waiting > 0 and waiting + len(op.pages) > self._flush_queue_pages)
         if declined:
             self._metrics.count("declined_pages", "flush", len(op.pages))
         for index in range(len(op.pages)):
