@@ -6,6 +6,7 @@ from one thread.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -146,8 +147,9 @@ class RedisServer:
         self._process = None
 
     def pause(self) -> None:
-        """Let it take connections and bytes, and answer nothing."""
+        """Let it take connections and bytes, and answer nothing; returns when it has stopped."""
         self._running().send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         self._running().send_signal(signal.SIGCONT)

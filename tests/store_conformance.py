@@ -244,6 +244,18 @@ class StoreConformance:
         expected[1_000:1_500], expected[2_000:2_100] = data[:500], data[500:600]
         assert buffer == expected
 
+    @pytest.mark.parametrize("num_bytes", [0, 70_000, 199_999, 200_001, 8 << 20])
+    def test_large_parts_take_what_there_is_and_never_more(self, store: Store, num_bytes: int) -> None:
+        data, other = os.urandom(num_bytes), os.urandom(90_000)
+        put(store, "o", data)
+        put(store, "other", other)
+        buffer = poisoned(200_100)
+        assert store.read(name("o"), [memoryview(buffer)[:200_000]]) == num_bytes
+        size = min(num_bytes, 200_000)
+        assert buffer[:size] == data[:size]
+        assert buffer[200_000:] == poisoned(100)
+        assert get(store, "other", 90_000) == other
+
     def test_whoever_watches_a_read_is_told_only_of_bytes_that_are_in_place(self, store: Store) -> None:
         data = os.urandom(3_000_000)
         put(store, "o", data)

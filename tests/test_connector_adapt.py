@@ -188,6 +188,7 @@ def test_the_namespace_says_what_the_engine_is() -> None:
         "block_tokens": 32,
         "page_tokens": 64,
         "grid": "1x1",
+        "protection": "none",
         "format_version": 1,
     }
 

@@ -99,3 +99,16 @@ def test_every_metric_that_is_counted_is_in_the_table_with_its_kind_and_label() 
     uses = set(uses_in_the_package())
     assert uses >= {("hit_tokens", "counter", True), ("open_operations", "gauge", False)}
     assert uses == {(spec.name, spec.kind, spec.label is not None) for spec in SPECS}
+
+
+def test_a_gauge_that_has_not_changed_is_not_worth_a_report_of_its_own() -> None:
+    metrics = Metrics()
+    metrics.gauge("healthy", 1)
+    assert metrics.drain() == {"healthy": 1}
+    metrics.gauge("healthy", 1)
+    assert metrics.drain() == {}
+    metrics.gauge("healthy", 0)
+    assert metrics.drain() == {"healthy": 0}
+    metrics.gauge("healthy", 0)
+    metrics.count("misses", "absent")
+    assert metrics.drain() == {"healthy": 0, "misses|absent": 1}

@@ -52,6 +52,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._counters: dict[Key, float] = {}
         self._gauges: dict[Key, float] = {}
+        self._shown: dict[Key, float] = {}
 
     def count(self, name: str, label: str = "", by: float = 1) -> None:
         """Add `by` to a counter of the table."""
@@ -65,9 +66,14 @@ class Metrics:
             self._gauges[(name, label)] = value
 
     def drain(self) -> dict[str, float]:
-        """Everything new, keyed `name` or `name|label`. Counters start from zero again."""
+        """Everything new, keyed `name` or `name|label`: nothing while no counter moved and no gauge changed.
+
+        Counters start from zero again.
+        """
         with self._lock:
-            merged = {**self._counters, **self._gauges}
+            is_new = bool(self._counters) or any(self._shown.get(key) != self._gauges[key] for key in self._gauges)
+            merged = {**self._counters, **self._gauges} if is_new else {}
+            self._shown |= self._gauges
             self._counters, self._gauges = {}, {}
         return {f"{name}|{label}" if label else name: value for (name, label), value in merged.items()}
 

@@ -41,8 +41,8 @@ class HiCacheStats(KVConnectorStats):
         return {key.replace("|", "_"): round(value) for key, value in sorted(picked.items())}
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted; gauges alone are not worth a line."""
-        return not any(BY_NAME[key.split("|", 1)[0]].kind == "counter" for key in self.data)
+        """Whether there is nothing to show. A gauge that changed is shown, or an idle engine's would go stale."""
+        return not self.data
 
 
 class HiCachePromMetrics(KVConnectorPromMetrics):

@@ -29,6 +29,8 @@ from vllm_hicache.storage.url import StoreUrl
 
 _TIME = struct.Struct("<Q")
 _SCAN_COUNT = 1000
+_WHOLE_BYTES = 64 << 10
+_ELSEWHERE = object()
 _PROBE_LIFE_MS = 1000
 _OTHER_MASTER = ("READONLY", "MASTERDOWN", "CLUSTERDOWN")
 _POLICY = re.compile(rb"^maxmemory_policy:([a-z-]+)\r?$", re.MULTILINE)
@@ -78,9 +80,42 @@ class RedisStore(Store):
 
     def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
         deadline, key, told = Deadline(self._timeout_s), self._key(name), teller(parts)
+        wanted = sum(part.nbytes for part in parts)
+        # GET hands out the value as it lies in memory; a range is copied by the server first.
+        whole = offset == 0 and wanted >= _WHOLE_BYTES
+        found = self._read_whole(key, parts, deadline, told) if whole else _ELSEWHERE
+        if found is _ELSEWHERE:
+            found = self._read_range(key, parts, offset, wanted, deadline, told)
+        if not isinstance(found, int):
+            raise ObjectMissing(name)
+        return found
+
+    def _read_whole(
+        self, key: bytes, parts: Sequence[memoryview], deadline: Deadline, told: Callable[[int], None] | None
+    ) -> object:
+        """Return the object's bytes, None for what is no object, `_ELSEWHERE` for a key of another server."""
         address = self._nodes.of_key(key, deadline)
-        first, wanted = _TIME.size + offset, sum(part.nbytes for part in parts)
-        # A range brings no more than the parts hold, however long the object is, and costs what GET costs.
+        stamp = memoryview(bytearray(_TIME.size))
+        tell = None if told is None else lambda count: told(max(0, count - _TIME.size))
+        with self._lent(address, deadline) as wire:
+            wire.send([command(b"GET", key)], 1, deadline)
+            size: object = wire.value_into([stamp, *parts], deadline, tell)
+        if _redirected(size):
+            return _ELSEWHERE
+        return self._total_bytes(-1 if size is None else size, address)
+
+    def _read_range(
+        self,
+        key: bytes,
+        parts: Sequence[memoryview],
+        offset: int,
+        wanted: int,
+        deadline: Deadline,
+        told: Callable[[int], None] | None,
+    ) -> int | None:
+        """Return the object's bytes, None for what is no object. Brings no more than the parts hold."""
+        address = self._nodes.of_key(key, deadline)
+        first = _TIME.size + offset
         asked = [(b"STRLEN", key), (b"GETRANGE", key, b"%d" % first, b"%d" % (first + wanted - 1))]
         size: object
         got: object
@@ -93,12 +128,10 @@ class RedisStore(Store):
             got = _scatter(data, parts)
         total_bytes = self._total_bytes(size, address)
         if total_bytes is None:
-            raise ObjectMissing(name)
+            return None
         self._check(got, address)
         # The key may have come or gone between the two commands.
-        if got != max(0, min(wanted, total_bytes - offset)):
-            raise ObjectMissing(name)
-        return total_bytes
+        return total_bytes if got == max(0, min(wanted, total_bytes - offset)) else None
 
     def write(self, name: ObjectName, parts: Sequence[memoryview]) -> bool:
         deadline, key = Deadline(self._timeout_s), self._key(name)

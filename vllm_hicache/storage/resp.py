@@ -8,10 +8,12 @@ Owner: `redis_nodes.WirePool`. Thread: a wire belongs to one call at a time; `De
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +23,9 @@ from typing import TypeAlias, TypeVar
 from vllm_hicache.errors import StoreTimeout, StoreUnavailable
 from vllm_hicache.storage.iovec import after_bytes, first_bytes
 
+_LIMIT_SLACK_S = 0.05
+"""By how much a call may pass its deadline."""
+_TIMEVAL = struct.Struct("@ll")
 _MAX_PARTS = os.sysconf("SC_IOV_MAX")
 _CONTROL_READ_BYTES = 64 << 10
 # Little enough that next to nothing of a value is copied by way of the line buffer.
@@ -28,7 +33,7 @@ _HEADER_READ_BYTES = 64
 _MAX_LINE_BYTES = 64 << 10
 _MAX_CONTROL_BULK_BYTES = 1 << 20
 _MAX_ITEMS = 1 << 20
-_TELL_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10
 _CRLF = b"\r\n"
 
 
@@ -78,6 +83,9 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._gathers = not isinstance(connection, ssl.SSLSocket)
+        self._limit_s = math.inf
+        if self._gathers:
+            connection.settimeout(None)
         self._unread = b""
         self._at = 0
         self._num_owed = 0
@@ -108,7 +116,7 @@ class Wire:
         self._num_owed += num_requests
         with self._closing(deadline):
             while pending:
-                self._socket.settimeout(deadline.left_s())
+                self._wait_until(deadline)
                 if self._gathers:
                     count = self._socket.sendmsg(pending[:_MAX_PARTS])
                 else:
@@ -133,21 +141,43 @@ class Wire:
         else, is no answer to what was asked.
         """
         with self._closing(deadline):
+            return self._string_into(self._line(deadline, _HEADER_READ_BYTES), parts, deadline, told)
+
+    def value_into(
+        self, parts: Sequence[memoryview], deadline: Deadline, told: Callable[[int], None] | None = None
+    ) -> int | ServerError | None:
+        """Scatter the next reply, a string of any length, into `parts`; return its length in bytes, None for no string.
+
+        What does not fit is not received: the wire is not clean any more. Else as `reply_into`.
+        """
+        with self._closing(deadline):
             line = self._line(deadline, _HEADER_READ_BYTES)
-            if line[:1] == b"-":
+            if line == b"$-1":
                 self._num_owed -= 1
-                return _server_error(line)
+                return None
             num_bytes = _number(line[1:]) if line[:1] == b"$" else -1
-            if not 0 <= num_bytes <= sum(part.nbytes for part in parts):
-                raise _no_redis(line)
-            end = memoryview(bytearray(2))
-            # The line end comes with the last bytes, and is none of them.
-            tell = None if told is None else lambda count: told(min(count, num_bytes))
-            self._fill([*first_bytes(parts, num_bytes), end], deadline, tell)
-            if end != _CRLF:
-                raise _no_redis(bytes(end))
+            if num_bytes > sum(part.nbytes for part in parts):
+                self._fill([part for part in parts if part.nbytes], deadline, told)
+                return num_bytes
+            return self._string_into(line, parts, deadline, told)
+
+    def _string_into(
+        self, line: bytes, parts: Sequence[memoryview], deadline: Deadline, told: Callable[[int], None] | None
+    ) -> int | ServerError:
+        if line[:1] == b"-":
             self._num_owed -= 1
-            return num_bytes
+            return _server_error(line)
+        num_bytes = _number(line[1:]) if line[:1] == b"$" else -1
+        if not 0 <= num_bytes <= sum(part.nbytes for part in parts):
+            raise _no_redis(line)
+        end = memoryview(bytearray(2))
+        # The line end comes with the last bytes, and is none of them.
+        tell = None if told is None else lambda count: told(min(count, num_bytes))
+        self._fill([*first_bytes(parts, num_bytes), end], deadline, tell)
+        if end != _CRLF:
+            raise _no_redis(bytes(end))
+        self._num_owed -= 1
+        return num_bytes
 
     def _item(self, deadline: Deadline, depth: int) -> Reply:
         line = self._line(deadline, _CONTROL_READ_BYTES)
@@ -187,7 +217,7 @@ class Wire:
         while (end := self._unread.find(_CRLF, self._at)) < 0:
             if len(self._unread) - self._at > _MAX_LINE_BYTES:
                 raise _no_redis(self._unread[self._at :])
-            self._socket.settimeout(deadline.left_s())
+            self._wait_until(deadline)
             received = self._socket.recv(num_bytes)
             if not received:
                 raise ConnectionResetError("it closed the connection")
@@ -207,9 +237,10 @@ class Wire:
             num_filled += count
             pending = after_bytes(pending, count)
         while pending:
-            self._socket.settimeout(deadline.left_s())
+            self._wait_until(deadline)
             if self._gathers:
-                count = self._socket.recvmsg_into(pending[:_MAX_PARTS])[0]
+                piece = first_bytes(pending[:_MAX_PARTS], _PIECE_BYTES)
+                count = self._socket.recvmsg_into(piece, 0, socket.MSG_WAITALL)[0]
             else:
                 count = self._socket.recv_into(pending[0])
             if not count:
@@ -217,16 +248,32 @@ class Wire:
             num_filled += count
             pending = after_bytes(pending, count)
             # Checked while the processor still has the bytes in its cache, and the kernel receives more.
-            if told is not None and num_filled - num_told >= _TELL_BYTES:
+            if told is not None and num_filled - num_told >= _PIECE_BYTES:
                 told(num_filled)
                 num_told = num_filled
+
+    def _wait_until(self, deadline: Deadline) -> None:
+        """Bound the next call of the socket. The kernel's own limit spares a poll before each call, and holds for a
+        whole receive with MSG_WAITALL; TLS has a layer above it that knows Python's limit alone."""
+        left_s = deadline.left_s()
+        if not self._gathers:
+            self._socket.settimeout(left_s)
+            return
+        # Most calls begin with the limit that the last one left behind: no system call then.
+        if abs(self._limit_s - left_s) <= _LIMIT_SLACK_S:
+            return
+        self._limit_s = left_s
+        seconds, rest = divmod(max(1, int(left_s * 1e6)), 1_000_000)
+        limit = _TIMEVAL.pack(seconds, rest)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     @contextmanager
     def _closing(self, deadline: Deadline) -> Iterator[None]:
         """Close the socket on any error: what is still under way on it must never answer another request."""
         try:
             yield
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             self.close()
             raise deadline.passed() from error
         except OSError as error:
