@@ -47,7 +47,7 @@ def test_each_key_is_read_and_changes_its_own_field_only(key: str) -> None:
     assert (changed, getattr(config, key)) == ([key], value)
 
 
-@pytest.mark.parametrize("key", ["page_tokens", "model_id"])
+@pytest.mark.parametrize("key", ["page_tokens", "io_threads", "model_id"])
 def test_null_means_unset_where_there_is_no_default_value(key: str) -> None:
     assert Config.parse({key: None}) == Config()
 
@@ -75,7 +75,7 @@ WRONG: list[tuple[str, object]] = [
     *(("load_threshold", value) for value in (None, -1, 1.5, "64", False)),
     *(("eviction", value) for value in (None, "", 1)),
     *(("lookup_timeout_s", value) for value in (0, "1s", None)),
-    *(("io_threads", value) for value in (0, -1, 2.0, None)),
+    *(("io_threads", value) for value in (0, -1, 2.0)),
     *(("flush_queue_pages", value) for value in (0, "many", None)),
     *(("shutdown_timeout_s", value) for value in (0, True, None)),
     *(("model_id", value) for value in ("", 7)),
@@ -160,3 +160,10 @@ def test_only_the_policy_with_a_time_limit_has_one() -> None:
 
 def test_none_is_no_store() -> None:
     assert (Config.parse({"store": "none"}).has_store, Config().has_store) == (False, True)
+
+
+@pytest.mark.parametrize(("store", "most"), [("redis://h", 4), ("file:///d", 4), ("s3://b/p", 8)])
+def test_reading_takes_threads_that_suit_the_store_and_the_machine(store: str, most: int) -> None:
+    assert 1 <= Config.parse({"store": store}).fetch_threads <= most
+    assert Config.parse({"store": store, "io_threads": 3}).fetch_threads == 3
+    assert Config.parse({"store": store, "io_threads": 3}).flush_threads == 1

@@ -261,7 +261,8 @@ class Machine:
         self.received += result.received
         self.invalid |= result.invalid_blocks
         drained = self.metrics.drain()
-        self.health.append(drained["healthy"])
+        if "healthy" in drained:
+            self.health.append(drained["healthy"])
         self.counted.update({name: int(value) for name, value in drained.items() if "seconds" not in name})
 
     def until(self, condition: Callable[[], bool]) -> None:

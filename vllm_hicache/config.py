@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid
+from vllm_hicache.machine import neighbouring_cpus
 from vllm_hicache.units import parse_bytes
 
 DEFAULT_STORE = "file://~/.cache/vllm-hicache/store?capacity=20GiB"
@@ -96,7 +97,8 @@ class Config:
         eviction: policy of the host pool.
         store_timeout_s: every call to the store ends within this time, seconds.
         lookup_timeout_s: a store lookup that takes longer counts as a miss, seconds.
-        io_threads: threads that read from the store, per rank; half as many write to it.
+        io_threads: threads that read from the store, per rank; half as many write to it. `None` takes as many as suit
+            the store and the machine.
         flush_queue_pages: pages that may wait to be flushed; more are offered again later.
         shutdown_timeout_s: time to flush what is queued when the engine stops, seconds.
         model_id: the operator's name for these weights, instead of a fingerprint of the files.
@@ -114,7 +116,7 @@ class Config:
     eviction: Eviction = Eviction.SLRU
     store_timeout_s: float = 5.0
     lookup_timeout_s: float = 0.5
-    io_threads: int = 4
+    io_threads: int | None = None
     flush_queue_pages: int = 4096
     shutdown_timeout_s: float = 10.0
     model_id: str | None = None
@@ -148,7 +150,7 @@ class Config:
             eviction=values.choice("eviction", Eviction, Eviction.SLRU),
             store_timeout_s=values.seconds("store_timeout_s", 5.0),
             lookup_timeout_s=values.seconds("lookup_timeout_s", 0.5),
-            io_threads=values.count("io_threads", 4, least=1),
+            io_threads=values.optional_count("io_threads"),
             flush_queue_pages=values.count("flush_queue_pages", 4096, least=1),
             shutdown_timeout_s=values.seconds("shutdown_timeout_s", 10.0),
             model_id=values.optional_text("model_id"),
@@ -163,9 +165,20 @@ class Config:
         return self.store != NO_STORE
 
     @property
+    def fetch_threads(self) -> int:
+        """Threads that read from the store, per rank.
+
+        By default 8 for S3, which is bound by latency; for others up to 4, and no more than there are cores, for
+        reading is then bound by copying, and more threads take the cores from each other.
+        """
+        if self.io_threads is not None:
+            return self.io_threads
+        return 8 if self.store.startswith("s3:") else min(4, len(neighbouring_cpus()))
+
+    @property
     def flush_threads(self) -> int:
         """Threads that write to the store, per rank: reading goes first."""
-        return max(1, self.io_threads // 2)
+        return max(1, self.fetch_threads // 2)
 
     @property
     def time_limit_s(self) -> float | None:

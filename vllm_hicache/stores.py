@@ -59,7 +59,7 @@ class StoreOpener:
             return None
         secrets = Secrets.from_environment(os.environ)
         # Each thread that reads or writes has a connection, and so has the one that looks up.
-        options = StoreOptions(config.store_timeout_s, config.io_threads + config.flush_threads + 1)
+        options = StoreOptions(config.store_timeout_s, config.fetch_threads + config.flush_threads + 1)
         meter = StoreMeter(metrics)
         stack = open_stack(config.store, options, secrets, meter.count)
         meter.watch(stack)

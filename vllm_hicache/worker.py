@@ -75,7 +75,7 @@ class WorkerHalf:
             geometry,
             copier,
             metrics,
-            config.io_threads,
+            config.fetch_threads,
             config.flush_threads,
             config.flush_queue_pages,
         )
