@@ -83,6 +83,8 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._gathers = not isinstance(connection, ssl.SSLSocket)
+        # On a socket file waiting for all only adds wake-ups: it hands over as much as it holds.
+        self._receive_flags = 0 if connection.family == socket.AF_UNIX else socket.MSG_WAITALL
         self._limit_s = math.inf
         if self._gathers:
             connection.settimeout(None)
@@ -240,7 +242,7 @@ class Wire:
             self._wait_until(deadline)
             if self._gathers:
                 piece = first_bytes(pending[:_MAX_PARTS], _PIECE_BYTES)
-                count = self._socket.recvmsg_into(piece, 0, socket.MSG_WAITALL)[0]
+                count = self._socket.recvmsg_into(piece, 0, self._receive_flags)[0]
             else:
                 count = self._socket.recv_into(pending[0])
             if not count:
