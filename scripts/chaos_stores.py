@@ -62,7 +62,6 @@ class ChaosStore(ABC):
     def pause(self) -> None:
         """SIGSTOP; returns when every thread of it stands still, which the signal alone does not promise."""
         self.server.pause()
-        os.waitid(os.P_PID, self.server.pid, os.WSTOPPED)
 
     @abstractmethod
     def start_empty(self) -> None:

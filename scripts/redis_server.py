@@ -149,7 +149,7 @@ class RedisServer:
     def pause(self) -> None:
         """Let it take connections and bytes, and answer nothing; returns when it has stopped."""
         self._running().send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._running().send_signal(signal.SIGCONT)

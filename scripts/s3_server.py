@@ -143,7 +143,7 @@ class S3Server:
     def pause(self) -> None:
         """Stop it from running, connections stay open: it accepts and never answers. Returns when it has stopped."""
         self._running().send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._running().pid, os.WSTOPPED)
+        os.waitid(os.P_PID, self._running().pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._running().send_signal(signal.SIGCONT)

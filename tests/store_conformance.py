@@ -244,7 +244,7 @@ class StoreConformance:
         expected[1_000:1_500], expected[2_000:2_100] = data[:500], data[500:600]
         assert buffer == expected
 
-    @pytest.mark.parametrize("num_bytes", [0, 70_000, 199_999, 200_001, 8 << 20])
+    @pytest.mark.parametrize("num_bytes", [0, 70_000, 199_999, 200_001, 3_000_001])
     def test_large_parts_take_what_there_is_and_never_more(self, store: Store, num_bytes: int) -> None:
         data, other = os.urandom(num_bytes), os.urandom(90_000)
         put(store, "o", data)

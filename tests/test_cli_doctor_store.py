@@ -208,7 +208,8 @@ class Faulty(StoreWrapper):
         return written
 
     def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
-        total_bytes = super().read(name, parts, offset)
+        # Parts of its own: what is changed after the read must not have been looked at before.
+        total_bytes = super().read(name, list(parts), offset)
         if self._fault == "flipped byte":
             parts[-1][-1] ^= 1
         return total_bytes
