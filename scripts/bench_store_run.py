@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -34,6 +32,7 @@ from bench_store_media import IN_FLIGHT, MEDIA, Medium, Plan, plans_of
 from bench_store_report import Row, summary, table
 from bench_store_rounds import Crew, Job, read_rounds, write_rounds
 from demo_report import machine
+from versions import versions
 
 from vllm_hicache.errors import HiCacheError
 from vllm_hicache.geometry import Cell
@@ -105,17 +104,6 @@ def say(text: str) -> None:
     print(f"[{minutes}:{seconds:02}] {text}", file=sys.stderr, flush=True)
 
 
-def versions() -> dict[str, str]:
-    """Of everything that decides what is measured."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line: see the module."""
     parser = argparse.ArgumentParser(
@@ -143,7 +131,7 @@ def main() -> int:
     print(table(rows), summary(rows), sep="\n\n")
     if args.json:
         result = {
-            "versions": versions(),
+            "versions": versions(PACKAGES),
             "machine": machine(),
             "quick": args.quick,
             "rows": [row.to_json() for row in rows],

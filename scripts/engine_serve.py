@@ -7,16 +7,15 @@ Answers are JSON lines on the file descriptor, for vLLM prints to stdout.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
+from versions import versions
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -127,21 +126,10 @@ def start(settings: Mapping[str, Any]) -> LLM:
     )
 
 
-def versions() -> dict[str, str]:
-    """Of everything that decides what is measured."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def serve(llm: LLM, requests: TextIO, send: Callable[[Mapping[str, Any]], None]) -> None:
     """Answer until the caller closes its end, then stop the engine."""
     server = Server(llm)
-    send({"versions": versions()})
+    send({"versions": versions(PACKAGES)})
     for line in requests:
         request = json.loads(line)
         try:

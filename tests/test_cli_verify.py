@@ -28,12 +28,12 @@ from cli_store_kit import (
     url_of,
 )
 
-from vllm_hicache.cli.opening import with_keys
 from vllm_hicache.secrets import ENCRYPTION_KEY_VARIABLE, SEAL_KEY_VARIABLE, Secrets
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import Identity, seal, sealer_for
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.manifest import manifest_name, write_manifest
+from vllm_hicache.storage.stack import with_keys
 
 KEYS = {SEAL_KEY_VARIABLE: "11" * 32, ENCRYPTION_KEY_VARIABLE: "22" * 32}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,14 +17,9 @@ import msgspec
 import pytest
 import zmq
 from engine_kit import PAGE, model_directory, prompt_of, wait_until
+from redis_server import free_port
 
 pytestmark = pytest.mark.engine
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def command(extra: dict[str, object], *flags: str) -> list[str]:

@@ -17,7 +17,6 @@ from functools import partial
 
 from vllm_hicache.cli.advice import Evicting
 from vllm_hicache.cli.contents import manifest_of
-from vllm_hicache.cli.opening import with_keys
 from vllm_hicache.cli.output import EXIT_ERROR, EXIT_GOOD, Json, age, bar, emit, plain, table
 from vllm_hicache.cli.removal import gc
 from vllm_hicache.cli.sweep import listed
@@ -29,6 +28,7 @@ from vllm_hicache.storage.envelope import sealer_for
 from vllm_hicache.storage.inventory import NamespaceSummary, survey
 from vllm_hicache.storage.manifest import Manifest, Unreadable
 from vllm_hicache.storage.registry import open_store
+from vllm_hicache.storage.stack import with_keys
 from vllm_hicache.units import format_bytes
 
 DEFAULT_THREADS = 8

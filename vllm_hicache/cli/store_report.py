@@ -13,7 +13,6 @@ from vllm_hicache.cli import probe, trial
 from vllm_hicache.cli.advice import exposure_lines, key_lines, medium_lines
 from vllm_hicache.cli.asked import Asked
 from vllm_hicache.cli.contents import Contents, look_into
-from vllm_hicache.cli.opening import with_keys
 from vllm_hicache.cli.probe import ModelFacts
 from vllm_hicache.cli.report import Line, fail, ok, warn
 from vllm_hicache.cli.trial import IN_FLIGHT, StoreSpeed
@@ -22,6 +21,7 @@ from vllm_hicache.errors import ConfigError, StoreError
 from vllm_hicache.storage.base import Rights, Store, StoreOptions, StoreUsage
 from vllm_hicache.storage.envelope import sealer_for
 from vllm_hicache.storage.registry import open_store
+from vllm_hicache.storage.stack import with_keys
 from vllm_hicache.units import format_bytes
 
 _PROMPT_TOKENS = 7808

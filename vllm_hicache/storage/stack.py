@@ -8,6 +8,9 @@ write after write, and a hung mount read after read, so it has circuits as well.
 breaker: refused calls count as unavailable. Encryption stands outside the meter, which so measures what
 crosses the wire, and outside the breaker, as an object that does not open is no failure of the store.
 
+The console takes `with_keys` alone: a person wants to see the failure itself, and a circuit that opens would keep a
+trial from removing what it wrote.
+
 Owner: `storage/`. Thread: `open_stack` may be called from any thread.
 """
 
@@ -47,7 +50,7 @@ class StoreStack:
         tried = bare if is_local else Retrying(bare, options.timeout_s)
         self._breaker = Breaker(tried, self._recovered)
         store: Store = self._breaker if observer is None else Metered(self._breaker, observer)
-        self.store = store if secrets.encryption_key is None else _encrypted(store, secrets.encryption_key)
+        self.store = with_keys(store, secrets)
 
     def circuits(self) -> Mapping[Side, CircuitState]:
         """How the circuits stand."""
@@ -77,13 +80,16 @@ def open_stack(
     return StoreStack(open_store(url, options), options, secrets or Secrets(), observer, on_recovery)
 
 
-def _encrypted(store: Store, key: bytes) -> Store:
-    """Import only what is asked for: without a key the package `cryptography` is not needed."""
+def with_keys(store: Store, secrets: Secrets) -> Store:
+    """Return `store` as an engine with these keys sees it. Raises ConfigError where encryption is not installed."""
+    if secrets.encryption_key is None:
+        return store
     try:
+        # Only what is asked for: without a key the package `cryptography` is not needed.
         encrypt: Callable[[Store, bytes], Store] = import_module("vllm_hicache.storage.encrypted").Encrypted
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{ENCRYPTION_KEY_VARIABLE} is set, and encryption needs the package {error.name!r}, which is not "
             "installed: pip install 'vllm-hicache[encryption]', or unset it"
         ) from error
-    return encrypt(store, key)
+    return encrypt(store, secrets.encryption_key)
