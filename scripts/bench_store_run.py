@@ -35,7 +35,7 @@ from demo_report import machine
 from versions import versions
 
 from vllm_hicache.errors import HiCacheError
-from vllm_hicache.geometry import Cell
+from vllm_hicache.geometry import Cell, Part
 from vllm_hicache.names import PageKey, Role, Slot
 from vllm_hicache.transfer.host import HostPool
 
@@ -46,11 +46,11 @@ BEGAN_S = time.monotonic()
 
 
 def slots(num_slots: int, num_bytes: int) -> list[memoryview]:
-    """Slots of a host pool, all touched; each is one cell."""
+    """Slots of a host pool, all touched; each is one whole cell."""
     pool = HostPool(num_slots, num_bytes)
     pool.tensor.random_(0, 256, generator=torch.Generator().manual_seed(0))
-    cell = Cell(Role.TARGET, 0, 0, 0, 1, 0, 1, 0, num_bytes)
-    return [pool.cell(Slot(number), cell) for number in range(num_slots)]
+    part = Part(Cell(Role.TARGET, 0, 0, 0, 1, 0, 1, num_bytes), 0, 1, 0, 0, 1, 0, 0)
+    return [pool.part(Slot(number), part) for number in range(num_slots)]
 
 
 def key_of(*parts: object) -> PageKey:

@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests: SmolLM2 with and without the connector, and looks into a worker's memory.
+"""Real vLLM engines for tests, of one rank or cut over several, and looks into their workers' memory.
 
 Functions that run inside the worker go there by vLLM's `collective_rpc`, which must be allowed to carry code.
 """
@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+import matrix_worker
+import pytest
+from matrix_cut import Cut
+from matrix_pages import Pages, assemble
+from matrix_worker import Worker
 from prepare_model import default_cache, prepare_model
 
 from vllm_hicache.names import ObjectName
@@ -34,9 +37,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
 
 PAGE = 128
-POISON = 0xA5
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def model_directory() -> Path:
@@ -53,11 +53,27 @@ class Answer:
     cached: int
 
 
+ROUNDING = 0.5
+"""A prompt of which a part is computed anew has other rounding than one that was restored whole."""
+
+
+def alike(one: Answer, other: Answer) -> bool:
+    """Equal up to the first token at which rounding of unequal batches may have parted them."""
+    steps = zip(one.tokens, one.logprobs, other.tokens, other.logprobs, strict=True)
+    for token, logprob, its_token, its_logprob in steps:
+        if abs(logprob - its_logprob) > ROUNDING:
+            return False
+        if token != its_token:
+            break
+    return True
+
+
 class Engine:
     """One engine and what tests ask of it."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
+        llm.collective_rpc(matrix_worker.watch)
 
     def ask(self, prompt: Sequence[int], salt: str | None = None, max_tokens: int = 4) -> Answer:
         """Generate greedily from token ids."""
@@ -71,6 +87,13 @@ class Engine:
         chosen = output.outputs[0]
         logprobs = [step[token].logprob for step, token in zip(chosen.logprobs, chosen.token_ids, strict=True)]
         return Answer(tuple(chosen.token_ids), tuple(logprobs), output.num_cached_tokens or 0)
+
+    def ask_together(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Generate from several prompts in one batch."""
+        from vllm import SamplingParams
+
+        requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        self.llm.generate(requests, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False), use_tqdm=False)
 
     def abort_after(self, prompt: Sequence[int], seconds: float) -> None:
         """Start a request and abort it some time later, wherever it is then."""
@@ -88,14 +111,22 @@ class Engine:
     def poison_device(self) -> None:
         """Empty vLLM's own prefix cache and overwrite every block."""
         self.forget_device()
-        self.llm.collective_rpc(_poison)
+        self.llm.collective_rpc(matrix_worker.poison)
 
     def device_pages(self) -> set[str]:
-        """Digests of all blocks of the device cache, each over all layers and heads."""
-        return set(self.llm.collective_rpc(_block_digests)[0])
+        """Digests of all blocks of the device cache, each over all layers and heads. For an engine of one rank."""
+        (digests,) = self.llm.collective_rpc(_block_digests)
+        return set(digests)
+
+    def pages(self, num_pages: int, folder: Path) -> Pages:
+        """The first pages of the request that came last, of the whole model, from all ranks; `folder` is scratch."""
+        return assemble(self.llm.collective_rpc(matrix_worker.dump, args=(num_pages, str(folder / "pages"))))
 
     def metric(self, name: str, **labels: str) -> float:
-        """The engine's own metric, summed over what matches `labels`."""
+        """The engine's own metric, summed over what matches `labels`.
+
+        vLLM keeps one registry a process: with several engines it is the one that was started last that speaks.
+        """
         found = [metric for metric in self.llm.get_metrics() if metric.name == f"vllm:hicache_{name}"]
         matching = [metric for metric in found if labels.items() <= metric.labels.items()]
         return sum(metric.value for metric in matching)
@@ -110,8 +141,11 @@ class Engine:
 
 
 @contextmanager
-def engine(store: str, model: Path | None = None, **settings: object) -> Iterator[Engine]:
-    """An engine with the connector on `store`; `settings` go into the connector's own configuration."""
+def engine(store: str, model: Path | None = None, cut: Cut | None = None, **settings: object) -> Iterator[Engine]:
+    """An engine with the connector on `store`; `settings` go into the connector's own configuration.
+
+    A model without a tokenizer is asked by token ids all the same.
+    """
     from vllm import LLM
 
     transfer = {
@@ -121,15 +155,22 @@ def engine(store: str, model: Path | None = None, **settings: object) -> Iterato
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": store, "host_memory": "512MiB", **settings},
     }
-    llm = LLM(
-        model=str(model or model_directory()),
-        served_model_name="smollm2",
-        enforce_eager=True,
-        max_model_len=4096,
-        disable_log_stats=False,
-        kv_transfer_config=transfer,
-        seed=0,
-    )
+    model = model or model_directory()
+    cut = cut or Cut()
+    options: Any = cut.options
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cut.environment(os.sched_getaffinity(0)).items():
+            patch.setenv(name, value)
+        llm = LLM(
+            model=str(model),
+            served_model_name="smollm2",
+            skip_tokenizer_init=not (model / "tokenizer.json").exists(),
+            max_model_len=4096,
+            disable_log_stats=False,
+            kv_transfer_config=transfer,
+            seed=0,
+            **options,
+        )
     try:
         yield Engine(llm)
     finally:
@@ -143,10 +184,10 @@ def end_of(client: Any) -> None:
     client.ctx.destroy(linger=0)
 
 
-def prompt_of(num_tokens: int, seed: int) -> list[int]:
+def prompt_of(num_tokens: int, seed: int, vocabulary: int = 40000) -> list[int]:
     """Random token ids: a prompt that shares nothing with another seed's."""
     source = random.Random(seed)
-    return [source.randrange(1000, 40000) for _ in range(num_tokens)]
+    return [source.randrange(1000, vocabulary) for _ in range(num_tokens)]
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
@@ -199,21 +240,8 @@ def perturbed_copy(directory: Path) -> Path:
     return copy
 
 
-def _layers(worker: Any) -> list[Bytes]:
-    import torch
-
-    context = worker.vllm_config.compilation_config.static_forward_context
-    names = sorted(context, key=lambda name: int(name.split(".")[2]))
-    return [context[name].kv_cache.view(torch.uint8).numpy() for name in names]
-
-
-def _poison(worker: Any) -> None:
-    for layer in _layers(worker):
-        layer.fill(POISON)
-
-
-def _block_digests(worker: Any) -> list[str]:
-    layers = _layers(worker)
+def _block_digests(worker: Worker) -> list[str]:
+    layers = [caches for _, caches in matrix_worker.held_layers(worker)]
     digests = []
     for block in range(layers[0].shape[0]):
         parts = [layer[block, head].tobytes() for head in range(layers[0].shape[1]) for layer in layers]

@@ -119,7 +119,7 @@ def namespace(model: Path, /, **changes: str | int) -> Namespace:
     facts = probe.look_at_model(model)
     assert isinstance(facts, probe.ModelFacts)
     known = probe.known_fields(Config(), facts, Secrets())
-    decided = {"encoding": "cpu-vec-b128", "slab_bytes": 32768, "block_tokens": 128, "page_tokens": 128}
+    decided = {"encoding": "cpu-vec-b128", "slab_bytes": 32768, "block_tokens": 128, "page_tokens": 128, "grid": "1x1"}
     return Namespace(**{**known, **decided, **changes})  # type: ignore[arg-type]
 
 
@@ -311,9 +311,30 @@ def test_a_difference_of_settings_is_told_with_its_way_out(
     run: Doctor, store: FileStore, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (part,) = announce(store, namespace(model, grid="2x1"))
-    assert run("--model", str(model), *options(store)) == 0
+    assert run("--model", str(model), *options(store, grid="1x1")) == 0
     line = named(capsys.readouterr().out, "namespace")[part]
     assert line.startswith("warn same model; differs in grid: 1x1 vs 2x1: set grid alike")
+
+
+def test_a_grid_that_no_setting_names_is_left_to_the_engine(
+    run: Doctor, store: FileStore, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (part,) = announce(store, namespace(model, grid="2x1"))
+    assert run("--model", str(model), *options(store)) == 0
+    report = capsys.readouterr().out
+    assert named(report, "settings")["grid"] == "ok decided by the engine  (default)"
+    assert "shared if the engine has block_tokens=128, encoding=cpu-vec-b128, grid=2x1" in report
+    assert named(report, "namespace")[part].startswith("ok same model; differs in no field")
+
+
+@pytest.mark.parametrize(("settings", "announced"), [("2x2", "2x2"), ("2+2x2", "2x2"), ("3+1x2", "3+1x2")])
+def test_a_grid_is_compared_as_engines_announce_it(
+    run: Doctor, store: FileStore, model: Path, settings: str, announced: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (part,) = announce(store, namespace(model, grid=announced))
+    assert run("--model", str(model), *options(store, grid=settings)) == 0
+    line = named(capsys.readouterr().out, "namespace")[part]
+    assert line.startswith("ok same model; differs in no field")
 
 
 def test_two_engines_in_the_store_are_told_why_they_do_not_share(
@@ -442,23 +463,52 @@ def test_host_memory_below_one_page_fails(
     assert "0 tokens fit 64KiB" in line
 
 
+@pytest.mark.parametrize(
+    ("grid", "said"),
+    [
+        ("1x3", "cannot cut 2 KV heads"),
+        ("5x1", "cuts 4 layers in 5 groups"),
+        ("3+2x1", "5 layers in its groups, the model has 4"),
+    ],
+)
 def test_a_grid_that_does_not_cut_the_model_fails(
-    run: Doctor, store: FileStore, model: Path, capsys: pytest.CaptureFixture[str]
+    run: Doctor, store: FileStore, model: Path, grid: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--model", str(model), *options(store, grid="1x3")) == 1
+    assert run("--model", str(model), *options(store, grid=grid)) == 1
     (line,) = texts(capsys.readouterr().out, "fail")
-    assert "cannot cut 2 KV heads" in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "objects"),
+    [
+        ({"grid": "2x2", "page_tokens": 128}, "ok 4 a page of 64KiB, grid 2x2"),
+        ({"page_tokens": 128}, "ok 1 a page of 256KiB, grid 1x1"),
+        ({"page_tokens": 1024}, "ok 2 a page of 1MiB, grid 1x2"),
+        ({"page_tokens": 2048}, "ok 4 a page of 1MiB, grid 2x2"),
+    ],
+)
+def test_the_objects_of_a_page_are_those_of_the_grid_or_of_what_suits_the_model(
+    run: Doctor,
+    store: FileStore,
+    model: Path,
+    settings: dict[str, object],
+    objects: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--model", str(model), *options(store, host_memory="64MiB", **settings)) == 0
+    assert named(capsys.readouterr().out, "model")["objects"] == objects
 
 
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "fail MLA, 576 elements a token"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "ok MLA, 576 elements a token, the same on every tensor rank"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "warn 1 full_attention, 1 sliding"),
         ({"sliding_window": 4096}, "warn 4 sliding_attention"),
     ],
 )
-def test_attention_that_is_not_served_is_named(
+def test_attention_of_other_kinds_is_named(
     run: Doctor,
     store: FileStore,
     tmp_path: Path,

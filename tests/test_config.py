@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from vllm_hicache.config import Config, HostMemory, PrefetchPolicy, WritePolicy
+from vllm_hicache.config import Config, Consensus, HostMemory, PrefetchPolicy, WritePolicy
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid
 
@@ -27,6 +27,10 @@ EVERYTHING: dict[str, tuple[object, object]] = {
     "shutdown_timeout_s": (1.5, 1.5),
     "model_id": ("llama", "llama"),
     "generation": ("2", "2"),
+    "consensus": ("enforce", Consensus.ENFORCE),
+    "consensus_dir": ("logs/ranks", "logs/ranks"),
+    "rank_timeout_s": (5, 5.0),
+    "rank_faults": ("faults.json", "faults.json"),
 }
 
 
@@ -47,7 +51,7 @@ def test_each_key_is_read_and_changes_its_own_field_only(key: str) -> None:
     assert (changed, getattr(config, key)) == ([key], value)
 
 
-@pytest.mark.parametrize("key", ["page_tokens", "io_threads", "model_id"])
+@pytest.mark.parametrize("key", ["page_tokens", "grid", "io_threads", "model_id", "consensus_dir", "rank_faults"])
 def test_null_means_unset_where_there_is_no_default_value(key: str) -> None:
     assert Config.parse({key: None}) == Config()
 
@@ -68,8 +72,8 @@ def test_a_key_like_no_other_is_refused_without_a_guess() -> None:
 WRONG: list[tuple[str, object]] = [
     *(("store", value) for value in (None, 3, "", ["file://x"])),
     *(("page_tokens", value) for value in (0, -64, 64.0, "64", True)),
-    *(("grid", value) for value in (None, 2, "2", "0x1", "1x0", "2x", "-1x1", "2x4x6", " 1x1")),
-    *(("write", value) for value in (None, 1, "", "Through")),
+    *(("grid", value) for value in (2, "", "2", "0x1", "1x0", "2x", "-1x1", "2x4x6", " 1x1", "1+0x1", "+1x1")),
+    *(("write", value) for value in (None, 1, "", "Through", "Never")),
     *(("prefetch", value) for value in (None, "never")),
     *(("prefetch_timeout_s", value) for value in (None, 0, -1, "10", True, float("nan"), float("inf"), 86400)),
     *(("load_threshold", value) for value in (None, -1, 1.5, "64", False)),
@@ -80,6 +84,10 @@ WRONG: list[tuple[str, object]] = [
     *(("shutdown_timeout_s", value) for value in (0, True, None)),
     *(("model_id", value) for value in ("", 7)),
     *(("generation", value) for value in (None, "", 2)),
+    *(("consensus", value) for value in (None, "on", True)),
+    *(("consensus_dir", value) for value in ("", 3)),
+    *(("rank_timeout_s", value) for value in (None, 0, "30", True)),
+    *(("rank_faults", value) for value in ("", ["a"])),
 ]
 
 
@@ -91,7 +99,7 @@ def test_a_value_of_the_wrong_type_or_range_is_refused_by_key_and_value(key: str
 
 
 def test_a_choice_that_is_not_known_names_the_closest_and_all() -> None:
-    with pytest.raises(ConfigError, match=r"write='thru' is not known: .*through, selective, back"):
+    with pytest.raises(ConfigError, match=r"write='thru' is not known: .*through, selective, back, never"):
         Config.parse({"write": "thru"})
     with pytest.raises(ConfigError, match=r"did you mean 'best_effort'\?"):
         Config.parse({"prefetch": "best-effort"})
@@ -114,6 +122,20 @@ def test_all_contradictions_are_named_at_once() -> None:
 def test_a_time_limit_that_nothing_uses_is_refused(policy: str) -> None:
     with pytest.raises(ConfigError, match=rf"prefetch_timeout_s=3\.0 has no meaning with prefetch='{policy}'"):
         Config.parse({"prefetch": policy, "prefetch_timeout_s": 3})
+
+
+def test_a_log_that_nothing_writes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="consensus_dir contradicts consensus='off'"):
+        Config.parse({"consensus": "off", "consensus_dir": "logs"})
+    assert Config.parse({"consensus": "record", "consensus_dir": "logs"}).consensus_dir == "logs"
+
+
+def test_without_a_setting_the_grid_is_left_to_the_model_and_differences_are_recorded() -> None:
+    assert (Config().grid, Config().consensus, Config().rank_timeout_s) == (None, Consensus.RECORD, 30)
+
+
+def test_the_layers_of_each_group_may_be_given() -> None:
+    assert Config.parse({"grid": "31+30x4"}).grid == Grid(2, 4, (31, 30))
 
 
 def test_a_generation_cannot_look_like_a_reset() -> None:

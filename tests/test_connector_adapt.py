@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,12 +25,16 @@ from vllm_hicache.connectors.adapt import (
     model_identity,
     namespace,
     parse_config,
+    place,
 )
 from vllm_hicache.connectors.compat import SUPPORTED, check_version, version_tuple
 from vllm_hicache.errors import ConfigError, UnsupportedEngineError
-from vllm_hicache.geometry import Inventory, LayerShape
+from vllm_hicache.geometry import PageLayout, RoleShape
+from vllm_hicache.grid import Grid
+from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
 from vllm_hicache.names import PageKey, Role
+from vllm_hicache.place import Place
 
 PAGE = 8
 
@@ -72,6 +77,10 @@ class FullAttentionSpec(SimpleNamespace):
     pass
 
 
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
 class SlidingWindowSpec(SimpleNamespace):
     pass
 
@@ -89,6 +98,8 @@ def engine(**changes: object) -> SimpleNamespace:
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role="kv_both", kv_connector_extra_config={}),
         parallel_config=SimpleNamespace(
+            rank=0,
+            local_world_size=1,
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
@@ -103,7 +114,9 @@ def engine(**changes: object) -> SimpleNamespace:
             dtype=torch.bfloat16,
             hf_overrides={},
             quantization=None,
+            use_mla=False,
             get_total_num_kv_heads=lambda: 3,
+            get_total_num_hidden_layers=lambda: 12,
         ),
     )
     for name, value in changes.items():
@@ -115,8 +128,9 @@ def engine(**changes: object) -> SimpleNamespace:
     return config
 
 
-def test_a_plain_engine_is_served() -> None:
-    check_engine(engine(), groups(group()))  # type: ignore[arg-type]
+@pytest.mark.parametrize("kind", [FullAttentionSpec, MLAAttentionSpec])
+def test_a_plain_engine_is_served(kind: type[SimpleNamespace]) -> None:
+    check_engine(engine(), groups(group(kind)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +138,11 @@ def test_a_plain_engine_is_served() -> None:
     [
         ("kv_transfer_config__kv_role", "kv_producer", "kv_role='kv_producer' .* 'kv_both'"),
         ("kv_transfer_config__kv_role", "kv_consumer", "kv_role='kv_consumer' .* 'kv_both'"),
-        ("parallel_config__tensor_parallel_size", 2, "tensor_parallel_size=2 .* set tensor_parallel_size=1"),
-        ("parallel_config__pipeline_parallel_size", 4, "pipeline_parallel_size=4"),
-        ("parallel_config__decode_context_parallel_size", 2, "decode_context_parallel_size=2"),
+        (
+            "parallel_config__decode_context_parallel_size",
+            2,
+            "decode_context_parallel_size=2 .* set decode_context_parallel_size=1",
+        ),
         ("parallel_config__prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
         ("speculative_config", SimpleNamespace(method="ngram"), "remove speculative_config or run without"),
     ],
@@ -136,6 +152,35 @@ def test_an_engine_that_is_not_served_is_refused_by_property_and_value(
 ) -> None:
     with pytest.raises(UnsupportedEngineError, match=message):
         check_engine(engine(**{change: value}), groups(group()))  # type: ignore[arg-type]
+
+
+PARALLEL = {
+    "parallel_config__tensor_parallel_size": 2,
+    "parallel_config__pipeline_parallel_size": 4,
+    "parallel_config__local_world_size": 8,
+}
+
+
+def test_tensor_and_pipeline_parallelism_are_served() -> None:
+    check_engine(engine(**PARALLEL), groups(group()))  # type: ignore[arg-type]
+
+
+def test_a_rank_knows_its_place_and_the_whole_model() -> None:
+    told = place(engine(parallel_config__rank=5, **PARALLEL))  # type: ignore[arg-type]
+    assert told == Place(rank=5, tp_size=2, pp_size=4, num_heads=3, num_layers=12, num_neighbours=8)
+    assert (told.tp_rank, told.num_ranks, told.is_alone) == (1, 8, False)
+    assert place(engine(**PARALLEL), rank=3).rank == 3  # type: ignore[arg-type]
+
+
+def test_a_lone_rank_is_alone_and_what_it_holds_is_the_model() -> None:
+    told = place(engine())  # type: ignore[arg-type]
+    assert (told.is_alone, told.heads_of(7), told.layers_of(9)) == (True, 7, 9)
+    several = place(engine(**PARALLEL))  # type: ignore[arg-type]
+    assert (several.heads_of(7), several.layers_of(9)) == (3, 12)
+
+
+def test_a_latent_cache_has_one_head() -> None:
+    assert place(engine(model_config__use_mla=True)).num_heads == 1  # type: ignore[arg-type]
 
 
 def test_several_kinds_of_kv_are_refused_each_by_name() -> None:
@@ -156,7 +201,7 @@ def test_a_model_without_kv_is_refused() -> None:
 
 
 def test_a_sliding_window_is_refused_by_kind() -> None:
-    with pytest.raises(UnsupportedEngineError, match="of kind SlidingWindowSpec; full attention is supported"):
+    with pytest.raises(UnsupportedEngineError, match="of kind SlidingWindowSpec; full attention and MLA are supported"):
         check_engine(engine(), groups(group(SlidingWindowSpec)))  # type: ignore[arg-type]
 
 
@@ -170,9 +215,18 @@ def test_settings_come_from_the_extra_config() -> None:
 PINNED = Config(model_id="m")
 
 
-def namespace_of(config: Config = PINNED, encoding: str = "cpu", **changes: object) -> dict[str, str | int]:
-    inventory = Inventory(0, (LayerShape("layer", Role.TARGET, 0, 3, 4096),), 4096, 9, encoding)
-    return namespace(engine(**changes), groups(group()), config, inventory).fields()  # type: ignore[arg-type]
+LAYOUT = PageLayout((RoleShape(Role.TARGET, 12, 3, 4096), RoleShape(Role.DRAFT, 1, 1, 64)), 32, 64, Grid())
+
+
+def namespace_of(
+    config: Config = PINNED, encoding: str = "cpu", layout: PageLayout = LAYOUT, **changes: object
+) -> dict[str, str | int]:
+    agreed = Agreed(layout, encoding, 9)
+    return namespace(engine(**changes), groups(group()), config, agreed).fields()  # type: ignore[arg-type]
+
+
+def target(*shape: int) -> PageLayout:
+    return replace(LAYOUT, roles=(RoleShape(Role.TARGET, *shape), LAYOUT.roles[1]))
 
 
 def test_the_namespace_says_what_the_engine_is() -> None:
@@ -182,7 +236,7 @@ def test_the_namespace_says_what_the_engine_is() -> None:
         "kv_dtype": "torch.bfloat16",
         "quantization": "none",
         "encoding": "cpu",
-        "layers": 1,
+        "layers": 12,
         "kv_heads": 3,
         "slab_bytes": 4096,
         "block_tokens": 32,
@@ -206,7 +260,12 @@ def test_a_plain_cache_dtype_is_that_of_the_tensors(plain: str) -> None:
         ("encoding", {"encoding": "other"}),
         ("model", {"config": Config(model_id="n")}),
         ("generation", {"config": Config(model_id="m", generation="1")}),
-        ("page_tokens", {"config": Config(model_id="m", page_tokens=128)}),
+        ("page_tokens", {"layout": replace(LAYOUT, page_tokens=128)}),
+        ("block_tokens", {"layout": replace(LAYOUT, block_tokens=16)}),
+        ("grid", {"layout": replace(LAYOUT, grid=Grid(2, 3, (7, 5)))}),
+        ("layers", {"layout": target(13, 3, 4096)}),
+        ("kv_heads", {"layout": target(12, 6, 4096)}),
+        ("slab_bytes", {"layout": target(12, 3, 8192)}),
     ],
 )
 def test_each_property_changes_its_field_of_the_namespace(field: str, changes: dict[str, object]) -> None:

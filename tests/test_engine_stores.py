@@ -10,14 +10,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from engine_kit import PAGE, Answer, Engine, engine, prompt_of, wait_until
+from engine_kit import PAGE, Answer, Engine, alike, engine, prompt_of, wait_until
 from redis import Redis
 from redis_server import RedisServer
 
 pytestmark = pytest.mark.engine
 
 NUM_PAGES = 8
-ROUNDING = 0.5
 RECOVERY_S = 10
 
 
@@ -53,18 +52,6 @@ class Served:
         before = self.store_hits()
         self.ask(0)
         return self.store_hits() > before
-
-
-def alike(one: Answer, other: Answer) -> bool:
-    """Equal up to the first token at which rounding of unequal batches may have parted them."""
-    for token, logprob, its_token, its_logprob in zip(
-        one.tokens, one.logprobs, other.tokens, other.logprobs, strict=True
-    ):
-        if abs(logprob - its_logprob) > ROUNDING:
-            return False
-        if token != its_token:
-            break
-    return True
 
 
 @pytest.fixture(scope="module")

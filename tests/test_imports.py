@@ -21,8 +21,8 @@ PACKAGE = "vllm_hicache"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "names", "units", "support", "machine", "metrics", "grid", "config", "secrets"),
-    ("keys", "namespace", "fingerprint", "plan", "events", "geometry", "ownership"),
-    ("index", "consensus", "cost"),
+    ("keys", "namespace", "fingerprint", "plan", "entries", "events", "geometry", "inventory", "place", "ownership"),
+    ("index", "consensus", "ranklog", "checker", "drills", "cost"),
     ("storage",),
     ("stores", "lookup"),
     ("transfer",),
@@ -36,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 STRANGERS = {("index", "storage"), ("storage", "index")}
 """Pairs that meet only further up, although their layers would allow it."""
 
-PURE_PARTS = {"index", "consensus", "cost", "keys"}
+PURE_PARTS = {"index", "consensus", "checker", "cost", "entries", "geometry", "inventory", "keys", "place", "plan"}
 VLLM_MODULES = (f"{PACKAGE}.connectors", f"{PACKAGE}.context_parallel.backend")
 # fmt: off
 IO_MODULES = {

@@ -12,18 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from simulated_engine import (
-    BLOCK,
-    CopyGates,
-    Job,
-    SimulatedEngine,
-    Start,
-    StoreFaults,
-    Traffic,
-    engines_on,
-    faulty_stores,
-    gated_copies,
-)
+from simulated_engine import SimulatedEngine, Start, engines_on
+from simulated_faults import CopyGates, StoreFaults, faulty_stores, gated_copies
+from simulated_model import BLOCK, Job
+from simulated_traffic import Traffic
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 

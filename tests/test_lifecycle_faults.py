@@ -13,17 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from simulated_engine import (
-    BLOCK,
-    Gate,
-    Job,
-    SimulatedEngine,
-    Start,
-    StoreFaults,
-    Traffic,
-    engines_on,
-    faulty_stores,
-)
+from simulated_engine import SimulatedEngine, Start, engines_on
+from simulated_faults import Gate, StoreFaults, faulty_stores
+from simulated_model import BLOCK, Job
+from simulated_traffic import Traffic
 
 from vllm_hicache.errors import ObjectMissing, StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.names import ObjectName, Role

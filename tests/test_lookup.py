@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_hicache.errors import StoreUnavailable
-from vllm_hicache.geometry import Cell, LayerShape, RankGeometry
+from vllm_hicache.geometry import Cell, PageLayout, RoleShape
 from vllm_hicache.grid import Grid
 from vllm_hicache.lookup import Lookup, StoreLookups
 from vllm_hicache.metrics import Metrics
@@ -22,9 +22,7 @@ from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.wrappers import StoreWrapper
 
 SHAPE = Grid(2, 2)
-CELLS = RankGeometry(
-    tuple(LayerShape(f"layer.{index}", Role.TARGET, index, 2, 8) for index in range(2)), 16, 64, Grid(2, 2)
-).cells
+CELLS = PageLayout((RoleShape(Role.TARGET, 2, 2, 8),), 16, 64, SHAPE).cells
 KEYS = [PageKey(index.to_bytes(32, "big")) for index in range(200)]
 
 

@@ -1,298 +1,39 @@
-"""The scheduler half: what is promised, loaded, saved and let go, driven by hand as engine and workers do.
-
-`Rig` stands for both. It keeps what every slot of every rank would hold and refuses a plan that reads a slot
-that holds something else, or writes one that another open operation uses.
-"""
+"""The scheduler half: what is promised, loaded, saved and let go, driven by hand as engine and workers do."""
 
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import pytest
+from scheduler_kit import (
+    BLOCK,
+    PAGE,
+    SPACE,
+    Gate,
+    MakeRig,
+    NotedLookups,
+    Op,
+    OpenStore,
+    Rig,
+    Tokens,
+    loading,
+    moved,
+    prompt,
+)
 
-from vllm_hicache.config import Config
 from vllm_hicache.errors import InvariantError
 from vllm_hicache.events import PageRemoved, PageStored
-from vllm_hicache.geometry import LayerShape, RankGeometry
-from vllm_hicache.grid import Grid
 from vllm_hicache.keys import ExtraKey
-from vllm_hicache.lookup import Lookup, StoreLookups
-from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, PageKey, RequestId, Role, Slot, Tier
-from vllm_hicache.namespace import Namespace
+from vllm_hicache.lookup import Lookup
+from vllm_hicache.names import MissReason, OpId, PageKey, Phase, RequestId, Tier
 from vllm_hicache.operations import runs_of
-from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
-from vllm_hicache.scheduler import Offer, SchedulerHalf
-from vllm_hicache.storage.base import Store
+from vllm_hicache.plan import FlushOp, LoadOp, OpReport, Plan, SaveOp
+from vllm_hicache.scheduler import Offer
 from vllm_hicache.storage.chunks import ChunkStore
-from vllm_hicache.storage.envelope import ChunkId
-from vllm_hicache.storage.file import FileStore
-from vllm_hicache.storage.wrappers import StoreWrapper
 
-BLOCK, PAGE = 16, 64
-SPACE = Namespace("weights", "0", "bf16", "none", "cpu", 1, 1, 16, BLOCK, PAGE, "1x1")
-CELLS = RankGeometry((LayerShape("layer", Role.TARGET, 0, 1, 16),), BLOCK, PAGE, Grid()).cells
-PAYLOAD = memoryview(bytes(CELLS[0].num_bytes))
-UNKNOWN = PageKey(b"")
-
-Op = LoadOp | SaveOp | FlushOp
-
-
-@dataclass
-class Tokens:
-    """A request of the engine, as far as it is read."""
-
-    all_token_ids: list[int]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-
-@dataclass
-class Holds:
-    """Counts holds of device blocks."""
-
-    held: Counter[BlockId] = field(default_factory=Counter)
-
-    def hold(self, blocks: Sequence[BlockId]) -> None:
-        self.held.update(blocks)
-
-    def release(self, blocks: Sequence[BlockId]) -> None:
-        self.held.subtract(blocks)
-        assert min(self.held.values(), default=0) >= 0
-        self.held = +self.held
-
-
-class NotedLookups(StoreLookups):
-    """Keeps the questions, so that a test can wait for the answers."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.asked: list[Lookup] = []
-        super().__init__(CELLS, metrics)
-
-    def begin(self, keys: Sequence[PageKey], store: ChunkStore) -> Lookup:
-        self.asked.append(super().begin(keys, store))
-        return self.asked[-1]
-
-    def wait(self) -> None:
-        assert all(lookup.done.wait(30) for lookup in self.asked)
-
-
-class Rig:
-    """One half with an engine and workers that do what a test tells them."""
-
-    def __init__(
-        self,
-        open_store: Callable[[bytes], ChunkStore] | None = None,
-        num_slots: int = 64,
-        ranks: Sequence[int] = (0,),
-        lookups: NotedLookups | None = None,
-        events: bool = False,
-        **settings: object,
-    ) -> None:
-        self.ranks, self.holds, self.metrics = tuple(ranks), Holds(), Metrics()
-        self.open_store = open_store
-        self.lookups = NotedLookups(self.metrics) if open_store and lookups is None else lookups
-        raw = {"load_threshold": 1, "eviction": "lru", **({} if open_store else {"store": "none"}), **settings}
-        self.half = SchedulerHalf(
-            Config.parse(raw),
-            SPACE,
-            BLOCK,
-            num_slots,
-            ranks,
-            self.holds,
-            self.metrics,
-            open_store,
-            self.lookups,
-            events,
-        )
-        self.sources: dict[str, Tokens] = {}
-        self.open: dict[OpId, tuple[Op, bytes, set[int]]] = {}
-        self.content: dict[tuple[int, Slot], PageKey] = {}
-        self.num_blocks: dict[str, int] = {}
-
-    # The engine
-
-    def begin(self, name: str, tokens: Iterable[int], salt: str | None = None, extras: Iterable[ExtraKey] = ()) -> None:
-        self.sources[name] = Tokens(list(tokens))
-        self.num_blocks.setdefault(name, 1000 * len(self.num_blocks))
-        self.half.begin(RequestId(name), self.sources[name], salt, None, extras)
-
-    def blocks(self, name: str) -> list[BlockId]:
-        first = self.num_blocks[name]
-        return [BlockId(first + index) for index in range(-(-self.sources[name].num_tokens // BLOCK))]
-
-    def match(self, name: str, local: int = 0) -> Offer:
-        """The half's offer, given again where it waited for the store."""
-        offer = self.half.match(RequestId(name), local)
-        if offer.pending and self.lookups is not None:
-            self.lookups.wait()
-            return self.half.match(RequestId(name), local)
-        return offer
-
-    def admit(self, name: str, local: int = 0) -> int:
-        """Match and allocate; the tokens that will be loaded."""
-        tokens = self.match(name, local).tokens
-        self.half.allocated(RequestId(name), self.blocks(name), tokens)
-        return tokens
-
-    def compute(self, name: str, upto: int | None = None) -> None:
-        tokens = self.sources[name].num_tokens if upto is None else upto
-        self.half.scheduled(RequestId(name), tokens, lambda: self.blocks(name))
-
-    def finish(self, name: str) -> None:
-        self.half.finished(RequestId(name))
-        self.sources.pop(name, None)
-
-    def run(self, name: str, tokens: Iterable[int], salt: str | None = None) -> int:
-        """A request's whole life, everything going well; the tokens that were loaded."""
-        self.begin(name, tokens, salt)
-        loaded = self.admit(name)
-        self.settle()
-        self.compute(name)
-        self.settle()
-        self.finish(name)
-        return loaded
-
-    # The workers
-
-    def plan(self) -> Plan:
-        plan = self.half.plan()
-        for op in (*plan.loads, *plan.saves, *plan.flushes):
-            self._check_slots(op)
-            self.open[op.op] = (op, getattr(op, "namespace", b""), set(self.ranks))
-        return plan
-
-    def report(
-        self,
-        op: Op,
-        done: int | None = None,
-        held: int | None = None,
-        *,
-        reason: MissReason | None = None,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """Let `ranks`, or all that have not yet, report `op`: all pages, or `done` of them, `held` in their slots."""
-        done = len(op.pages) if done is None else done
-        held = done if held is None else held
-        _, namespace, waiting = self.open[op.op]
-        for rank in sorted(waiting) if ranks is None else ranks:
-            self._do(op, namespace, rank, done, held)
-            waiting.discard(rank)
-            if not waiting:
-                self.open.pop(op.op, None)
-            self.half.report([OpReport(rank, op.op, done, held, reason)])
-
-    def settle(self) -> None:
-        """Plan and report, everything going well, until nothing is open."""
-        for _ in range(1000):
-            self.plan()
-            for op, _, _ in list(self.open.values()):
-                self.report(op)
-            if not self.half.has_pending:
-                return
-        raise AssertionError(f"{len(self.open)} operations stay open")
-
-    def _do(self, op: Op, namespace: bytes, rank: int, done: int, held: int) -> None:
-        for index, page in enumerate(op.pages):
-            if isinstance(op, SaveOp) or page.from_store:
-                self.content[rank, page.slot] = page.key if index < held else UNKNOWN
-            else:
-                assert self.content[rank, page.slot] == page.key, "the slot changed while it was read"
-            if isinstance(op, FlushOp) and index < done and self.open_store is not None:
-                self.open_store(namespace).save(chunk(page.key), PAYLOAD, CELLS[0].unit_bytes)
-
-    def _check_slots(self, op: Op) -> None:
-        others = [page for other, _, _ in self.open.values() for page in other.pages]
-        written = {page.slot for page in op.pages if isinstance(op, SaveOp) or page.from_store}
-        assert not written & {page.slot for page in others}, "an open operation uses the slot"
-        for page in op.pages:
-            if page.slot not in written:
-                assert {self.content[rank, page.slot] for rank in self.ranks} == {page.key}
-
-    # The end
-
-    def close(self) -> None:
-        """End everything, and find that nothing was kept."""
-        for name in list(self.sources):
-            self.finish(name)
-        self.settle()
-        self.conserved()
-        self.half.reset("the end")
-        assert self.half.tier.num_free == self.half.tier.num_slots
-        self.half.close()
-
-    def conserved(self) -> None:
-        tier = self.half.tier
-        tier.check()
-        assert (tier.num_leases, tier.num_reserved, self.holds.held, self.open) == (0, 0, Counter(), {})
-
-    @property
-    def counts(self) -> dict[str, float]:
-        return self.metrics.drain()
-
-
-def chunk(key: PageKey) -> ChunkId:
-    return ChunkId(key, 0, Role.TARGET, 0, 0)
-
-
-def prompt(pages: float, first: int = 0) -> range:
-    """Token ids of a prompt of that many pages; prompts of one `first` are prefixes of each other."""
-    return range(first * 10_000, first * 10_000 + int(pages * PAGE))
-
-
-def moved(pages: Sequence[PageMove]) -> list[tuple[int, ...]]:
-    return [page.blocks for page in pages]
-
-
-class Gate(StoreWrapper):
-    """Answers `exists` only while it is open."""
-
-    def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
-        self.open = threading.Event()
-        self.open.set()
-
-    def exists(self, names: Sequence[ObjectName]) -> list[bool]:
-        assert self.open.wait(30)
-        return super().exists(names)
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    gate = Gate(FileStore(str(tmp_path), 1 << 26))
-    gate.probe()
-    return gate
-
-
-@pytest.fixture
-def open_store(gate: Gate) -> Callable[[bytes], ChunkStore]:
-    return lambda namespace: ChunkStore(gate, namespace, Grid(1, 1))
-
-
-MakeRig = Callable[..., Rig]
-
-
-@pytest.fixture
-def make(gate: Gate) -> Iterator[MakeRig]:
-    """Makes rigs; at the end of every test each must hold nothing."""
-    rigs: list[Rig] = []
-
-    def make(*args: object, **kwargs: object) -> Rig:
-        rigs.append(Rig(*args, **kwargs))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    gate.open.set()
-    for rig in rigs:
-        rig.close()
-
+pytest_plugins = ["scheduler_fixtures"]
 
 # Save, match, load
 
@@ -328,7 +69,7 @@ def test_a_request_nobody_announced_is_left_alone(make: MakeRig) -> None:
     assert rig.match("ghost") == Offer()
     rig.half.allocated(RequestId("ghost"), rig.blocks("ghost"), 64)
     rig.compute("ghost")
-    assert rig.plan() == Plan()
+    assert rig.plan() == Plan(num_slots=64)
 
 
 @pytest.mark.parametrize("other", [{"salt": "tenant"}, {"extras": [ExtraKey(0, 9, "image", b"cat")]}])
@@ -466,7 +207,7 @@ def test_reports_that_come_twice_or_late_change_nothing(make: MakeRig) -> None:
     assert rig.half.has_pending
     rig.report(save)
     rig.half.report(twice)
-    assert not rig.half.has_pending
+    assert [len(rig.plan().acks), rig.half.has_pending] == [1, False]
 
 
 def test_a_report_of_a_rank_that_does_not_exist_is_a_stop(make: MakeRig) -> None:
@@ -501,13 +242,6 @@ def test_pages_that_another_request_failed_to_save_are_saved_by_who_has_them(mak
 
 
 # Failed loads
-
-
-def loading(rig: Rig, name: str, pages: float = 2.5) -> LoadOp:
-    rig.begin(name, prompt(pages))
-    assert rig.admit(name)
-    (load,) = rig.plan().loads
-    return load
 
 
 def test_a_page_that_failed_is_not_promised_to_this_request_again(make: MakeRig) -> None:
@@ -571,7 +305,7 @@ def test_a_page_is_pinned_until_every_rank_has_loaded_it(make: MakeRig) -> None:
     assert rig.match("b") == Offer(2 * PAGE)
 
 
-def test_a_page_is_pinned_until_it_is_flushed(make: MakeRig, open_store: Callable[[bytes], ChunkStore]) -> None:
+def test_a_page_is_pinned_until_it_is_flushed(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, num_slots=2)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -635,9 +369,7 @@ def test_old_pages_make_room_for_new_ones_and_are_told_of(make: MakeRig) -> None
 # The store
 
 
-def test_saved_pages_are_flushed_through_and_found_by_another_engine(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_saved_pages_are_flushed_through_and_found_by_another_engine(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(3))
     other = make(open_store)
     other.begin("b", prompt(3.5))
@@ -652,9 +384,7 @@ def test_saved_pages_are_flushed_through_and_found_by_another_engine(
     assert [(page.slot, page.from_store) for page in again.pages] == [(page.slot, False) for page in load.pages]
 
 
-def test_one_load_takes_pages_from_host_memory_and_then_from_the_store(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_one_load_takes_pages_from_host_memory_and_then_from_the_store(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(4))
     rig = make(open_store)
     rig.run("b", prompt(2))
@@ -671,9 +401,7 @@ def test_one_load_takes_pages_from_host_memory_and_then_from_the_store(
     ]
 
 
-def test_pages_that_arrived_in_their_slots_stay_though_the_load_failed(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_pages_that_arrived_in_their_slots_stay_though_the_load_failed(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(3))
     rig = make(open_store)
     rig.report(loading(rig, "b", 3.5), 1, 2, reason=MissReason.CANCELLED)
@@ -686,16 +414,14 @@ def test_pages_that_arrived_in_their_slots_stay_though_the_load_failed(
 
 @pytest.mark.parametrize(("settings", "limit"), [({}, 10.0), ({"prefetch": "wait_complete"}, None)])
 def test_a_load_carries_the_time_limit_of_its_policy(
-    settings: dict[str, str], limit: float | None, make: MakeRig, open_store: Callable[[bytes], ChunkStore]
+    settings: dict[str, str], limit: float | None, make: MakeRig, open_store: OpenStore
 ) -> None:
     rig = make(open_store, **settings)
     rig.run("a", prompt(2))
     assert loading(rig, "b").time_limit_s == limit
 
 
-def test_pages_on_their_way_make_another_request_wait_and_then_hit(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_pages_on_their_way_make_another_request_wait_and_then_hit(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -706,9 +432,7 @@ def test_pages_on_their_way_make_another_request_wait_and_then_hit(
     assert rig.match("b") == Offer(2 * PAGE)
 
 
-def test_pages_that_one_request_fetches_are_not_fetched_twice(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_pages_that_one_request_fetches_are_not_fetched_twice(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store)
     load = loading(rig, "b")
@@ -721,21 +445,19 @@ def test_pages_that_one_request_fetches_are_not_fetched_twice(
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_nobody_waits_for_a_load_that_its_own_request_waits_for_no_more(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore], ended: bool
+    make: MakeRig, open_store: OpenStore, ended: bool
 ) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store)
     load = loading(rig, "b")
     rig.begin("c", prompt(2.5))
     assert rig.match("c") == Offer(pending=True)
-    rig.finish("b") if ended else rig.half.received(RequestId("b"))
+    rig.finish("b") if ended else rig.report(load, 0, reason=MissReason.TIMEOUT, phase=Phase.RECEIVED)
     assert rig.match("c") == Offer(2 * PAGE)
     rig.report(load, 0, reason=MissReason.TIMEOUT)
 
 
-def test_a_request_that_waited_for_a_fetch_that_failed_goes_on(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_request_that_waited_for_a_fetch_that_failed_goes_on(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -746,9 +468,7 @@ def test_a_request_that_waited_for_a_fetch_that_failed_goes_on(
     assert rig.match("b") == Offer()
 
 
-def test_a_lookup_under_way_asks_the_engine_to_come_again(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore], gate: Gate
-) -> None:
+def test_a_lookup_under_way_asks_the_engine_to_come_again(make: MakeRig, open_store: OpenStore, gate: Gate) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store, lookup_timeout_s=3600)
     gate.open.clear()
@@ -758,9 +478,7 @@ def test_a_lookup_under_way_asks_the_engine_to_come_again(
     assert rig.match("b") == Offer(2 * PAGE)
 
 
-def test_a_lookup_that_takes_too_long_is_one_miss(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore], gate: Gate
-) -> None:
+def test_a_lookup_that_takes_too_long_is_one_miss(make: MakeRig, open_store: OpenStore, gate: Gate) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store, lookup_timeout_s=1e-9)
     gate.open.clear()
@@ -770,7 +488,7 @@ def test_a_lookup_that_takes_too_long_is_one_miss(
 
 
 def test_a_lookup_that_is_late_does_not_hide_what_host_memory_has(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore], gate: Gate
+    make: MakeRig, open_store: OpenStore, gate: Gate
 ) -> None:
     rig = make(open_store, lookup_timeout_s=1e-9)
     rig.run("a", prompt(2))
@@ -779,16 +497,14 @@ def test_a_lookup_that_is_late_does_not_hide_what_host_memory_has(
     assert rig.half.match(RequestId("b"), 0) == Offer(2 * PAGE)
 
 
-def test_short_requests_do_not_bother_the_store(make: MakeRig, open_store: Callable[[bytes], ChunkStore]) -> None:
+def test_short_requests_do_not_bother_the_store(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, load_threshold=2 * PAGE)
     rig.begin("a", prompt(2))
     assert rig.lookups is not None
     assert rig.lookups.asked == []
 
 
-def test_no_more_is_promised_from_the_store_than_host_memory_has_room_for(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_no_more_is_promised_from_the_store_than_host_memory_has_room_for(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(5))
     rig = make(open_store, num_slots=3)
     rig.run("c", prompt(1))
@@ -808,7 +524,7 @@ def flushed(rig: Rig) -> int:
     raise AssertionError("operations stay open")
 
 
-def test_selective_flushes_at_the_second_hit(make: MakeRig, open_store: Callable[[bytes], ChunkStore]) -> None:
+def test_selective_flushes_at_the_second_hit(make: MakeRig, open_store: OpenStore) -> None:
     rig, sizes = make(open_store, write="selective"), []
     for name in "abcd":
         rig.begin(name, prompt(2))
@@ -818,9 +534,7 @@ def test_selective_flushes_at_the_second_hit(make: MakeRig, open_store: Callable
     assert sizes == [0, 0, 2, 0]
 
 
-def test_through_offers_a_failed_flush_again_at_the_next_hit(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_through_offers_a_failed_flush_again_at_the_next_hit(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -834,7 +548,7 @@ def test_through_offers_a_failed_flush_again_at_the_next_hit(
     assert [page.key for page in again.pages] == [flush.pages[1].key]
 
 
-def test_back_flushes_nothing_while_there_is_room(make: MakeRig, open_store: Callable[[bytes], ChunkStore]) -> None:
+def test_back_flushes_nothing_while_there_is_room(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, write="back", num_slots=256)
     for name in "abc":
         rig.begin(name, prompt(2))
@@ -843,9 +557,7 @@ def test_back_flushes_nothing_while_there_is_room(make: MakeRig, open_store: Cal
         assert flushed(rig) == 0
 
 
-def test_back_never_evicts_a_page_that_the_store_has_not_got(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_back_never_evicts_a_page_that_the_store_has_not_got(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, write="back", num_slots=2)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -859,9 +571,7 @@ def test_back_never_evicts_a_page_that_the_store_has_not_got(
     assert rig.match("a") == Offer(2 * PAGE - 1)
 
 
-def test_back_makes_room_by_flushing_what_would_be_evicted_next(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_back_makes_room_by_flushing_what_would_be_evicted_next(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, write="back", num_slots=4)
     for first in range(6):
         rig.run(f"r{first}", prompt(2, first=first))
@@ -873,7 +583,7 @@ def test_back_makes_room_by_flushing_what_would_be_evicted_next(
 
 
 def test_blocks_that_were_promised_and_for_which_no_slot_is_left_are_named(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
+    make: MakeRig, open_store: OpenStore
 ) -> None:
     make(open_store).run("a", prompt(3))
     rig = make(open_store, write="back", num_slots=3)
@@ -888,9 +598,7 @@ def test_blocks_that_were_promised_and_for_which_no_slot_is_left_are_named(
     assert rig.match("c") == Offer(PAGE)
 
 
-def test_a_store_that_is_down_does_not_keep_an_idle_engine_stepping(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_store_that_is_down_does_not_keep_an_idle_engine_stepping(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, write="back", num_slots=2)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -905,9 +613,7 @@ def test_a_store_that_is_down_does_not_keep_an_idle_engine_stepping(
 # Prefetch: best effort
 
 
-def test_best_effort_fetches_in_the_background_for_whoever_comes_next(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_best_effort_fetches_in_the_background_for_whoever_comes_next(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store, prefetch="best_effort")
     rig.begin("b", prompt(2.5))
@@ -923,9 +629,7 @@ def test_best_effort_fetches_in_the_background_for_whoever_comes_next(
     assert rig.counts["hit_tokens|host"] == 2 * PAGE
 
 
-def test_best_effort_never_waits_for_a_slow_lookup(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore], gate: Gate
-) -> None:
+def test_best_effort_never_waits_for_a_slow_lookup(make: MakeRig, open_store: OpenStore, gate: Gate) -> None:
     rig = make(open_store, prefetch="best_effort")
     gate.open.clear()
     rig.begin("a", prompt(2.5))
@@ -933,9 +637,7 @@ def test_best_effort_never_waits_for_a_slow_lookup(
     assert not rig.plan().loads
 
 
-def test_best_effort_never_waits_for_pages_on_their_way(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_best_effort_never_waits_for_pages_on_their_way(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store, prefetch="best_effort")
     rig.begin("b", prompt(2.5))
@@ -945,9 +647,7 @@ def test_best_effort_never_waits_for_pages_on_their_way(
     assert rig.match("b") == Offer()
 
 
-def test_best_effort_drops_the_prefetch_of_a_request_that_has_ended(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_best_effort_drops_the_prefetch_of_a_request_that_has_ended(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store, prefetch="best_effort")
     rig.begin("b", prompt(2.5))
@@ -958,9 +658,7 @@ def test_best_effort_drops_the_prefetch_of_a_request_that_has_ended(
 
 
 @pytest.mark.parametrize("held", [0, 1])
-def test_a_prefetch_that_fails_keeps_what_arrived(
-    held: int, make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_prefetch_that_fails_keeps_what_arrived(held: int, make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(2))
     rig = make(open_store, prefetch="best_effort")
     rig.begin("b", prompt(2.5))
@@ -974,9 +672,7 @@ def test_a_prefetch_that_fails_keeps_what_arrived(
 # Reset
 
 
-def test_after_a_reset_nothing_is_found_in_host_memory_or_store(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_after_a_reset_nothing_is_found_in_host_memory_or_store(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store)
     rig.run("a", prompt(2))
     rig.half.reset("nonce")
@@ -993,7 +689,7 @@ def test_a_request_that_runs_across_a_reset_is_neither_loaded_nor_saved(make: Ma
     rig.half.reset("nonce")
     assert rig.admit("b") == 0
     rig.compute("b")
-    assert rig.plan() == Plan()
+    assert rig.plan() == Plan(num_slots=64)
 
 
 def test_a_promise_made_before_a_reset_is_not_kept(make: MakeRig) -> None:
@@ -1019,9 +715,7 @@ def test_a_save_that_ends_after_a_reset_enters_nothing_and_gives_its_slots_back(
     assert rig.half.tier.num_free == 64
 
 
-def test_a_load_that_ends_after_a_reset_keeps_its_pages_till_then(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_load_that_ends_after_a_reset_keeps_its_pages_till_then(make: MakeRig, open_store: OpenStore) -> None:
     make(open_store).run("a", prompt(3))
     rig = make(open_store)
     rig.run("b", prompt(1))
@@ -1033,9 +727,7 @@ def test_a_load_that_ends_after_a_reset_keeps_its_pages_till_then(
     assert (tier.num_free, tier.num_reserved, tier.num_leases) == (64, 0, 0)
 
 
-def test_a_flush_that_ends_after_a_reset_marks_nothing(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_flush_that_ends_after_a_reset_marks_nothing(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, events=True)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -1048,9 +740,7 @@ def test_a_flush_that_ends_after_a_reset_marks_nothing(
     assert rig.half.tier.num_free == 64
 
 
-def test_a_save_that_ends_after_a_reset_is_not_flushed(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_save_that_ends_after_a_reset_is_not_flushed(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -1061,7 +751,7 @@ def test_a_save_that_ends_after_a_reset_is_not_flushed(
 
 
 def test_pages_from_before_a_reset_are_never_written_under_the_new_namespace(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
+    make: MakeRig, open_store: OpenStore
 ) -> None:
     rig = make(open_store)
     rig.begin("a", prompt(2))
@@ -1089,7 +779,7 @@ def test_every_page_that_a_reset_removes_is_told_of(pinned: bool, make: MakeRig)
 # Events
 
 
-def test_events_tell_tier_parent_and_tokens(make: MakeRig, open_store: Callable[[bytes], ChunkStore]) -> None:
+def test_events_tell_tier_parent_and_tokens(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, events=True)
     rig.run("a", prompt(2))
     tokens = [tuple(prompt(2)[:PAGE]), tuple(prompt(2)[PAGE:])]
@@ -1099,9 +789,7 @@ def test_events_tell_tier_parent_and_tokens(make: MakeRig, open_store: Callable[
     assert host == [PageStored(Tier.HOST, one, None, tokens[0]), PageStored(Tier.HOST, two, one, tokens[1])]
 
 
-def test_a_page_in_the_store_is_told_when_it_was_written(
-    make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_page_in_the_store_is_told_when_it_was_written(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, events=True)
     rig.begin("a", prompt(2))
     rig.compute("a")
@@ -1121,9 +809,7 @@ STATES = ["begun", "matched", "allocated", "loading", "loaded", "computed", "sav
 
 @pytest.mark.parametrize("hit", [False, True])
 @pytest.mark.parametrize("state", STATES)
-def test_a_request_may_end_in_any_state(
-    state: str, hit: bool, make: MakeRig, open_store: Callable[[bytes], ChunkStore]
-) -> None:
+def test_a_request_may_end_in_any_state(state: str, hit: bool, make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, ranks=(0, 1))
     if hit:
         rig.run("a", prompt(2))
@@ -1212,10 +898,12 @@ class ToldLookups(NotedLookups):
 class Chaos(Rig):
     """Random requests from a small family of prompts, random reports, and ends at random moments."""
 
-    def __init__(self, open_store: Callable[[bytes], ChunkStore], seed: int, **settings: object) -> None:
+    def __init__(self, open_store: OpenStore, seed: int, **settings: object) -> None:
         self.rng = random.Random(seed)
         self.told = ToldLookups(self.rng)
         super().__init__(open_store, 12, (0, 1), self.told, lookup_timeout_s=1e-9, **settings)
+        self.said: dict[tuple[OpId, int], tuple[int, int, Phase]] = {}
+        self.acked: dict[OpId, Phase] = {}
         self.num_begun = self.num_ended = self.num_loads = self.num_saves = self.num_cut = 0
 
     def arrive(self) -> None:
@@ -1225,7 +913,13 @@ class Chaos(Rig):
         self.begin(name, prompt(self.rng.choice([0.5, 1, 2, 2.5, 4, 6]), first=self.rng.randrange(8)))
 
     def loads(self, name: str) -> bool:
-        return any(op.request_id == name for op, _, _ in self.open.values() if isinstance(op, LoadOp))
+        """Whether a load of this request is not received on every rank, as the acknowledgements have it."""
+        mine = [op.op for op, _, _ in self.open.values() if isinstance(op, LoadOp) and op.request_id == name]
+        told = [self._progress(op, rank)[2] for op in mine for rank in self.ranks]
+        return min([*told, *(self.acked.get(op, Phase.RUNNING) for op in mine)], default=Phase.SETTLED) < Phase.RECEIVED
+
+    def _progress(self, op: OpId, rank: int) -> tuple[int, int, Phase]:
+        return self.said.get((op, rank), (0, 0, Phase.RUNNING))
 
     def advance(self, name: str) -> None:
         """One move of a request, as the engine would make it: nothing is computed while its load is open."""
@@ -1248,22 +942,29 @@ class Chaos(Rig):
     def step(self) -> None:
         plan = self.plan()
         self.num_saves += len(plan.saves)
+        self.acked.update({ack.op: ack.phase for ack in plan.acks})
 
     def answer_one(self) -> None:
         """One rank's report of a random open operation: all, part, or nothing of it; sometimes twice."""
         op, _, waiting = self.rng.choice(list(self.open.values()))
-        size = len(op.pages)
-        done = size if self.rng.random() < 0.7 else self.rng.randint(0, size)
+        size, rank = len(op.pages), self.rng.choice(sorted(waiting))
+        done, held, phase = self._progress(op.op, rank)
+        if phase == Phase.RUNNING:
+            done = size if self.rng.random() < 0.7 else self.rng.randint(done, size)
+        phase = self.rng.choice([Phase.SETTLED, *(each for each in Phase if each >= phase)])
+        if isinstance(op, LoadOp):
+            held = self.rng.randint(max(done, held), size)
+        else:
+            held, phase = done, Phase.SETTLED
         short = done < size or (isinstance(op, LoadOp) and bool(op.unserved))
         reason = self.rng.choice([MissReason.CANCELLED, MissReason.CORRUPT, MissReason.TIMEOUT]) if short else None
-        rank = self.rng.choice(sorted(waiting))
-        held = self.rng.randint(done, size) if isinstance(op, LoadOp) else done
-        self.report(op, done, held, reason=reason, ranks=[rank])
+        self.said[op.op, rank] = done, held, phase
+        self.report(op, done, held, reason=reason if phase else None, ranks=[rank], phase=phase)
         if self.rng.random() < 0.1:
-            self.half.report([OpReport(rank, op.op, 0, 0, MissReason.ERROR)])
+            self.half.report([OpReport(rank, op.op, 0, 0, Phase.RUNNING, MissReason.ERROR)])
 
-    def _do(self, op: Op, namespace: bytes, rank: int, done: int, held: int) -> None:
-        super()._do(op, b"", rank, 0, held)
+    def _do(self, op: Op, namespace: bytes, ranks: Sequence[int], done: int, held: int) -> None:
+        super()._do(op, b"", ranks, 0, held)
         if isinstance(op, FlushOp):
             self.told.stored.update(page.key for page in op.pages[:done])
 
@@ -1289,11 +990,17 @@ class Chaos(Rig):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"write": "back"}, {"write": "selective", "eviction": "slru"}, {"prefetch": "best_effort"}],
-    ids=["through", "back", "selective", "best_effort"],
+    [
+        {},
+        {"write": "back"},
+        {"write": "selective", "eviction": "slru"},
+        {"prefetch": "best_effort"},
+        {"rank_timeout_s": 1e-9, "consensus": "off"},
+    ],
+    ids=["through", "back", "selective", "best_effort", "all given up"],
 )
 def test_ten_thousand_aborts_at_random_moments_leave_nothing_behind(
-    settings: dict[str, str], open_store: Callable[[bytes], ChunkStore]
+    settings: dict[str, str], open_store: OpenStore
 ) -> None:
     rig = Chaos(open_store, 7, **settings)
     rig.abort(10_000)

@@ -13,6 +13,7 @@ from redis_server import HOST, RedisServer
 from store_conformance import get, name, poisoned, put
 
 from vllm_hicache.errors import ObjectMissing, StoreUnavailable
+from vllm_hicache.geometry import UnitRun
 from vllm_hicache.grid import Grid
 from vllm_hicache.names import MissReason, PageKey, Role
 from vllm_hicache.storage.base import Store
@@ -96,7 +97,8 @@ def test_a_damaged_value_is_a_miss_is_removed_and_heals(target: Target, damage: 
 
     def heals() -> bool:
         if of == "record":
-            target.chunks.load_units(CHUNK, 1, memoryview(poisoned(UNIT_BYTES)), UNIT_BYTES, NUM_UNITS)
+            part = memoryview(poisoned(UNIT_BYTES))
+            target.chunks.load_part(CHUNK, [UnitRun(1, 0, 1)], part, UNIT_BYTES, NUM_UNITS)
         target.load()
         target.chunks.save(CHUNK, memoryview(target.payload), UNIT_BYTES)
         return target.load() is None and target.fetch(key)[:8] == value[:8]

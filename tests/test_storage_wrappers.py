@@ -3,63 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from chunk_kit import (
+    BAD,
+    CHUNK,
+    GRID,
+    NAME,
+    NAMESPACE,
+    OTHER,
+    PAYLOAD,
+    UNIT_BYTES,
+    Faulty,
+    chunks,
+    load,
+    load_part,
+    sealed,
+    units,
+)
 
 from vllm_hicache.errors import ObjectMissing, StoreCorrupt, StoreError, StoreTimeout, StoreUnavailable
-from vllm_hicache.names import MissReason, ObjectName, PageKey, Role
-from vllm_hicache.storage.base import ObjectInfo, Store
+from vllm_hicache.grid import Grid
+from vllm_hicache.names import MissReason, ObjectName
+from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.chunks import ChunkStore
-from vllm_hicache.storage.envelope import ChunkId, Grid, HmacSealer, Identity, header_bytes, seal
+from vllm_hicache.storage.envelope import HmacSealer
 from vllm_hicache.storage.file import FileStore
-from vllm_hicache.storage.wrappers import Metered, Outcome, StoreCall, StoreWrapper
+from vllm_hicache.storage.wrappers import Metered, Outcome, StoreCall
 
-NAMESPACE = b"n" * 32
-GRID = Grid(1, 1)
-UNIT_BYTES = 1024
-PAYLOAD = bytes(index % 251 for index in range(8 * UNIT_BYTES))
-CHUNK = ChunkId(PageKey(b"k" * 32), 0, Role.TARGET, 0, 0)
-OTHER = ChunkId(PageKey(b"j" * 32), 0, Role.TARGET, 0, 0)
-NAME = CHUNK.object_name(NAMESPACE)
-HEADER_BYTES = header_bytes(len(PAYLOAD), UNIT_BYTES)
-
-
-class Faulty(StoreWrapper):
-    """Raises `fault` in every call that `broken` names."""
-
-    def __init__(self, inner: Store, fault: Exception, *broken: str) -> None:
-        super().__init__(inner)
-        self.fault = fault
-        self.broken = set(broken)
-        self.num_reads = 0
-
-    def exists(self, names: Sequence[ObjectName]) -> list[bool]:
-        self._fail("exists")
-        return super().exists(names)
-
-    def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
-        self.num_reads += 1
-        self._fail("read")
-        return super().read(name, parts, offset)
-
-    def write(self, name: ObjectName, parts: Sequence[memoryview]) -> bool:
-        self._fail("write")
-        return super().write(name, parts)
-
-    def delete(self, name: ObjectName) -> bool:
-        self._fail("delete")
-        return super().delete(name)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        self._fail("list")
-        return super().list(prefix)
-
-    def _fail(self, operation: str) -> None:
-        if operation in self.broken:
-            raise self.fault
+FAULTS = [ValueError("x"), KeyError(1), OSError(5, "io"), RuntimeError(), StoreError("s"), RecursionError()]
 
 
 @pytest.fixture
@@ -67,33 +41,6 @@ def store(tmp_path: Path) -> FileStore:
     store = FileStore(str(tmp_path / "store"), 1 << 30)
     store.probe()
     return store
-
-
-def chunks(store: Store) -> ChunkStore:
-    return ChunkStore(store, NAMESPACE, GRID)
-
-
-def sealed(chunk: ChunkId = CHUNK, namespace: bytes = NAMESPACE) -> bytes:
-    return seal(Identity(chunk, namespace, GRID), memoryview(PAYLOAD), UNIT_BYTES) + PAYLOAD
-
-
-def load(store: ChunkStore, chunk: ChunkId = CHUNK) -> bytes | MissReason:
-    buffer = bytearray(b"\xa5") * len(PAYLOAD)
-    reason = store.load(chunk, memoryview(buffer), UNIT_BYTES)
-    return bytes(buffer) if reason is None else reason
-
-
-BAD = {
-    "short": (sealed()[:-1], MissReason.SHORT),
-    "empty": (b"", MissReason.SHORT),
-    "long": (sealed() + b"x", MissReason.LONG),
-    "flipped payload": (sealed()[:-1] + b"\xff", MissReason.CORRUPT),
-    "flipped header": (sealed()[:50] + b"\xff" + sealed()[51:], MissReason.CORRUPT),
-    "other key": (sealed(OTHER), MissReason.FOREIGN),
-    "other namespace": (sealed(namespace=b"m" * 32), MissReason.FOREIGN),
-    "other version": (sealed()[:8] + b"\x09" + sealed()[9:], MissReason.VERSION),
-}
-FAULTS = [ValueError("x"), KeyError(1), OSError(5, "io"), RuntimeError(), StoreError("s"), RecursionError()]
 
 
 def test_a_saved_chunk_is_loaded_byte_for_byte(store: FileStore) -> None:
@@ -196,53 +143,11 @@ def test_faults_are_logged_once_and_not_once_each(store: FileStore, caplog: pyte
     assert "boom" in caplog.text
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 8), (0, 1), (3, 2), (7, 1), (8, 0)])
-def test_a_range_of_units_is_loaded_alone(store: FileStore, first: int, count: int) -> None:
-    chunks(store).save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES)
-    buffer = bytearray(b"\xa5") * (count * UNIT_BYTES)
-    assert chunks(store).load_units(CHUNK, first, memoryview(buffer), UNIT_BYTES, 8) is None
-    assert buffer == PAYLOAD[first * UNIT_BYTES : (first + count) * UNIT_BYTES]
-
-
-def test_a_flip_inside_the_range_is_corrupt_and_outside_it_is_not_seen(store: FileStore) -> None:
-    content = bytearray(sealed())
-    content[HEADER_BYTES + 5 * UNIT_BYTES] ^= 1
-    store.write(NAME, [memoryview(content)])
-    buffer = memoryview(bytearray(2 * UNIT_BYTES))
-    assert chunks(store).load_units(CHUNK, 3, buffer, UNIT_BYTES, 8) is None
-    assert chunks(store).load_units(CHUNK, 4, buffer, UNIT_BYTES, 8) is MissReason.CORRUPT
-    assert store.exists([NAME]) == [False]
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_range_of_a_bad_object_is_a_miss_unless_the_flip_lies_elsewhere(store: FileStore, kind: str) -> None:
-    content, reason = BAD[kind]
-    store.write(NAME, [memoryview(content)])
-    buffer = memoryview(bytearray(UNIT_BYTES))
-    expected = None if kind == "flipped payload" else reason
-    assert chunks(store).load_units(CHUNK, 0, buffer, UNIT_BYTES, 8) is expected
-
-
-class Shrinking(StoreWrapper):
-    """Lets the object lose its last byte after the first read."""
-
-    def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
-        total_bytes = super().read(name, parts, offset)
-        self.delete(name)
-        self.write(name, [memoryview(sealed()[:-1])])
-        return total_bytes
-
-
-def test_an_object_that_changes_between_the_two_reads_of_a_range_is_a_miss(store: FileStore) -> None:
-    store.write(NAME, [memoryview(sealed())])
-    buffer = memoryview(bytearray(UNIT_BYTES))
-    assert chunks(Shrinking(store)).load_units(CHUNK, 0, buffer, UNIT_BYTES, 8) is MissReason.SHORT
-
-
-@pytest.mark.parametrize(("first", "num_bytes"), [(-1, 1024), (8, 1024), (0, 9 * 1024), (0, 1000)])
-def test_a_range_outside_the_chunk_is_refused(store: FileStore, first: int, num_bytes: int) -> None:
-    with pytest.raises(ValueError, match="whole units inside the chunk"):
-        chunks(store).load_units(CHUNK, first, memoryview(bytearray(num_bytes)), UNIT_BYTES, 8)
+def test_headers_hold_the_numbers_of_a_grid_alone(store: FileStore) -> None:
+    counted = ChunkStore(store, NAMESPACE, Grid(2, 1, (3, 5)))
+    assert counted.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES) is True
+    assert load(counted) == PAYLOAD
+    assert load(ChunkStore(store, NAMESPACE, Grid(2, 1))) == PAYLOAD
 
 
 def test_what_cannot_be_what_was_written_is_corrupt_and_removed(store: FileStore) -> None:
@@ -261,17 +166,14 @@ def test_chunks_under_a_key_come_back_whole_and_in_parts(store: FileStore) -> No
     view = keyed(store)
     assert view.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES) is True
     assert load(view) == PAYLOAD
-    buffer = bytearray(b"\xa5") * (2 * UNIT_BYTES)
-    assert view.load_units(CHUNK, 3, memoryview(buffer), UNIT_BYTES, 8) is None
-    assert buffer == PAYLOAD[3 * UNIT_BYTES : 5 * UNIT_BYTES]
+    assert load_part(view, (0, 1), (3, 2)) == units((0, 1), (3, 2))
 
 
 def test_an_object_without_the_key_is_refused_and_healed_by_the_next_save(store: FileStore) -> None:
     for writer, reason in ((chunks(store), MissReason.VERSION), (keyed(store, b"o" * 32), MissReason.CORRUPT)):
         writer.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES)
         view = keyed(store)
-        buffer = memoryview(bytearray(UNIT_BYTES))
-        assert view.load_units(CHUNK, 0, buffer, UNIT_BYTES, 8) is reason
+        assert load_part(view, (0, 1)) is reason
         writer.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES)
         assert load(view) is reason
         assert view.save(CHUNK, memoryview(PAYLOAD), UNIT_BYTES) is True

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_fixtures import POISON, Layout, Rig, move, page_bytes, slab, write_block
+from transfer_fixtures import POISON, Layout, Rig, move, page_bytes, slab, whole_rank, write_block
 
 from vllm_hicache.grid import Grid
 from vllm_hicache.transfer.copier import CpuCopier, CudaCopier, Fence, make_copier
@@ -30,9 +30,18 @@ def rigs(draw: st.DrawFn) -> Rig:
         block_major=draw(st.booleans()),
         shared_draft=draw(st.booleans()),
     )
-    groups = draw(st.integers(1, min(layers, draft or layers)))
+    groups = draw(st.integers(1, layers))
     grid = Grid(groups, draw(st.sampled_from([n for n in (1, 2, 4) if heads % n == 0])))
     return Rig(layout, draw(st.integers(1, 3)), grid, num_slots=3, seed=draw(st.integers(0, 99)))
+
+
+@st.composite
+def part_rigs(draw: st.DrawFn) -> Rig:
+    """A rank that holds some layers and heads of pages that are one object for the target, one for the draft."""
+    layers = sorted(draw(st.sets(st.integers(0, 5), min_size=2, max_size=2)))
+    heads = sorted(draw(st.sets(st.integers(0, 4), min_size=2, max_size=2)))
+    layout = Layout(layers=5, heads=4, blocks=9, draft_layers=draw(st.integers(0, 2)))
+    return Rig(layout, draw(st.integers(1, 3)), num_slots=3, layers=tuple(layers), heads=tuple(heads))
 
 
 def pages(rig: Rig, seed: int, count: int) -> list[list[int]]:
@@ -42,8 +51,8 @@ def pages(rig: Rig, seed: int, count: int) -> list[list[int]]:
     return [order[at * size : (at + 1) * size] for at in range(count)]
 
 
-@settings(max_examples=60, deadline=None)
-@given(rigs(), st.integers(0, 99))
+@settings(max_examples=90, deadline=None)
+@given(st.one_of(rigs(), part_rigs()), st.integers(0, 99))
 def test_a_page_comes_back_byte_for_byte_in_other_blocks_and_touches_nothing_else(rig: Rig, seed: int) -> None:
     source, target = pages(rig, seed, 2)
     rig.poison_slots()
@@ -89,12 +98,14 @@ def test_a_slot_holds_heads_then_layers_then_blocks() -> None:
 def test_each_cell_of_the_grid_is_one_range_with_target_before_draft() -> None:
     rig = Rig(Layout(layers=3, heads=4, draft_layers=2), grid=Grid(2, 2))
     rig.copier.save([move(0, 0, [4, 9])], None)
-    cell = rig.geometry.cells[2]
-    assert [(each.role.value, each.layer_group, each.head_group) for each in rig.geometry.cells] == [
-        (role, layers, heads) for role in ("target", "draft") for layers in (0, 1) for heads in (0, 1)
+    part = rig.geometry.parts[2]
+    cells = [each.cell for each in rig.geometry.parts]
+    assert [(cell.role.value, cell.layer_group, cell.head_group) for cell in cells] == [
+        *(("target", layers, heads) for layers in (0, 1) for heads in (0, 1)),
+        *(("draft", 0, heads) for heads in (0, 1)),
     ]
     last = {"model.layers.2.self_attn.attn": rig.tensors["model.layers.2.self_attn.attn"][:, :2]}
-    assert bytes(rig.pool.cell(move(0, 0).slot, cell)) == page_bytes(last, [4, 9])
+    assert bytes(rig.pool.part(move(0, 0).slot, part)) == page_bytes(last, [4, 9])
 
 
 def test_several_moves_of_one_call_are_all_made() -> None:
@@ -110,7 +121,7 @@ def test_layers_in_several_runs_make_one_page() -> None:
     other = Rig(Layout(layers=2), seed=5)
     rig.tensors |= {f"model.layers.{3 + at}.attn": each for at, each in enumerate(other.tensors.values())}
     cache = DeviceCache.from_tensors(rig.tensors, rig.layout.block_tokens)
-    geometry = type(rig.geometry)(cache.layers, 4, 8, Grid(2, 1))
+    geometry = whole_rank(cache, 2, Grid(2, 1))
     pool = HostPool(1, geometry.slot_bytes)
     make_copier(cache, pool, geometry).save([move(0, 0, [6, 2])], None)
     assert len(cache.runs) == 3

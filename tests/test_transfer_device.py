@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transfer_fixtures import Layout, Tensors, device_tensors, slab
+from transfer_fixtures import DRAFT, Layout, Tensors, device_tensors, share, slab
 
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.names import Role
-from vllm_hicache.transfer.device import DeviceCache
+from vllm_hicache.transfer.device import DeviceCache, RoleLayers
 
 LAYOUTS = {
     "layer-major": Layout(),
@@ -40,9 +40,9 @@ def spaced(starts: list[int]) -> Tensors:
 def test_every_slab_is_seen_at_its_block_head_and_layer(name: str) -> None:
     cache = found(tensors := device_tensors(LAYOUTS[name]))
     for run in cache.runs:
-        of_role = [layer for layer in cache.layers if layer.role == run.role]
+        prefix = DRAFT if run.role == Role.DRAFT else ""
         for at in range(run.num_layers):
-            tensor = tensors[of_role[run.first_layer + at].name]
+            tensor = tensors[f"{prefix}model.layers.{run.first_layer + at}.self_attn.attn"]
             for block in range(tensor.shape[0]):
                 for head in range(tensor.shape[1]):
                     assert run.view[block, head, at].numpy().tobytes() == slab(tensor, block, head)
@@ -65,23 +65,35 @@ def test_views_share_the_memory_of_the_engine(name: str) -> None:
 
 def test_shapes_of_all_layers_and_the_size_of_the_cache_are_found() -> None:
     cache = found(device_tensors(Layout(layers=2, heads=3, blocks=5, draft_layers=1)))
-    assert [(layer.role, layer.index, layer.num_heads, layer.slab_bytes) for layer in cache.layers] == [
-        (Role.TARGET, 0, 3, 128),
-        (Role.TARGET, 1, 3, 128),
-        (Role.DRAFT, 0, 3, 128),
-    ]
+    assert cache.roles == (RoleLayers(Role.TARGET, (0, 1), 3, 128), RoleLayers(Role.DRAFT, (0,), 3, 128))
     assert (cache.num_blocks, cache.block_tokens, cache.num_bytes) == (5, 4, 5 * 3 * 3 * 128)
 
 
 def test_layers_are_ordered_by_number_and_not_by_name() -> None:
-    cache = found(device_tensors(LAYOUTS["eleven layers"]))
-    assert [layer.name for layer in cache.layers] == [f"model.layers.{index}.self_attn.attn" for index in range(11)]
+    cache = found(tensors := device_tensors(LAYOUTS["eleven layers"]))
+    assert [layers.numbers for layers in cache.roles] == [tuple(range(11))]
+    last = tensors["model.layers.10.self_attn.attn"]
+    assert cache.runs[0].view[2, 1, 10].numpy().tobytes() == slab(last, 2, 1)
 
 
-def test_draft_layers_are_numbered_from_zero_again_and_keep_their_names() -> None:
+def test_draft_layers_are_numbered_from_zero_again() -> None:
     cache = found(device_tensors(LAYOUTS["draft, same storage"]))
-    draft = [(layer.index, layer.name) for layer in cache.layers if layer.role == Role.DRAFT]
-    assert draft == [(index, f"draft_model.model.layers.{index}.self_attn.attn") for index in (0, 1)]
+    assert [(layers.role, layers.numbers) for layers in cache.roles] == [
+        (Role.TARGET, (0, 1, 2)),
+        (Role.DRAFT, (0, 1)),
+    ]
+
+
+def test_the_layers_of_a_later_stage_keep_the_numbers_of_the_whole_model() -> None:
+    cache = found(share(device_tensors(LAYOUTS["eleven layers"]), (4, 11), (1, 2)))
+    assert cache.roles == (RoleLayers(Role.TARGET, tuple(range(4, 11)), 1, 128),)
+    assert runs(cache) == [(Role.TARGET, 0, 7)]
+
+
+def test_layers_of_one_role_with_different_shapes_are_refused_each_with_an_example() -> None:
+    tensors = {f"model.layers.{heads}.attn": torch.zeros(4, heads, 8, 16) for heads in (2, 3)}
+    with pytest.raises(ConfigError, match=r"target layers have 2 different shapes.*\(2, 512\) as in model\.layers\.2"):
+        found(tensors)
 
 
 def test_layers_at_unequal_distances_make_several_runs() -> None:

@@ -20,12 +20,14 @@ from transfer_fixtures import (
     WatchedStore,
     key,
     move,
+    page_bytes,
+    share,
     write_block,
 )
 
 from vllm_hicache.errors import StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.grid import Grid
-from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, Role
+from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, Phase, Role
 from vllm_hicache.plan import LoadOp, OpReport, PageMove
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
@@ -49,8 +51,8 @@ def store(tmp_path: Path) -> WatchedStore:
 def make_machine(store: WatchedStore) -> Iterator[MakeMachine]:
     machines: list[Machine] = []
 
-    def make(grid: Grid = Grid(), io_threads: int = 2, flush_queue_pages: int = 64) -> Machine:
-        rig = Rig(Layout(draft_layers=2), grid=grid, num_slots=2 * NUM_PAGES)
+    def make(grid: Grid = Grid(), io_threads: int = 2, flush_queue_pages: int = 64, **held: object) -> Machine:
+        rig = Rig(Layout(draft_layers=2), grid=grid, num_slots=2 * NUM_PAGES, **held)  # type: ignore[arg-type]
         machines.append(Machine(store, rig, io_threads, flush_queue_pages))
         return machines[-1]
 
@@ -72,7 +74,7 @@ def held(machine: Machine) -> list[bytes]:
     """Save the four pages, then poison the device. What each page must hold."""
     expected = [machine.rig.page(blocks) for blocks in SOURCE]
     machine.save(101, saves())
-    assert machine.report(101) == OpReport(3, OpId(101), NUM_PAGES, NUM_PAGES, None)
+    assert machine.report(101) == OpReport(3, OpId(101), NUM_PAGES, NUM_PAGES)
     machine.rig.poison_device()
     return expected
 
@@ -81,7 +83,7 @@ def stored(machine: Machine) -> list[bytes]:
     """Bring the four pages to the store, then poison slots and device. What each page must hold."""
     expected = held(machine)
     machine.flush(102, *range(NUM_PAGES))
-    assert machine.report(102) == OpReport(3, OpId(102), NUM_PAGES, NUM_PAGES, None)
+    assert machine.report(102) == OpReport(3, OpId(102), NUM_PAGES, NUM_PAGES)
     machine.rig.poison_slots()
     machine.counted.clear()
     return expected
@@ -115,7 +117,7 @@ def test_pages_come_back_from_the_store_byte_for_byte_in_other_slots_and_blocks(
     targets = list(blocks_of(range(NUM_PAGES)))
     others = machine.rig.blocks(besides=targets)
     machine.load(1, fetches())
-    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES, None)
+    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES)
     assert loaded(machine) == expected
     assert [machine.rig.slot(NUM_PAGES + number) for number in range(NUM_PAGES)] == expected
     assert machine.rig.blocks(besides=targets) == others
@@ -157,7 +159,7 @@ def test_a_prefetch_fills_slots_and_leaves_device_and_requests_alone(make_machin
     expected = stored(machine := make_machine())
     device = machine.rig.blocks()
     machine.load(1, [move(n, 4 + n, from_store=True) for n in range(NUM_PAGES)], request=None)
-    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES, None)
+    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES)
     assert [machine.rig.slot(NUM_PAGES + number) for number in range(NUM_PAGES)] == expected
     assert machine.rig.blocks() == device
     assert (machine.received, machine.invalid) == ([], set())
@@ -177,6 +179,134 @@ def test_without_a_store_a_load_ends_where_host_memory_does(make_machine: MakeMa
     report = machine.report(1)
     assert (report.pages_done, report.reason) == (1, MissReason.ABSENT)
     assert loaded(machine, [0]) == expected[:1]
+
+
+# Reports on the way, and pages that are not vouched for
+
+
+def test_a_load_tells_of_pages_that_have_come_while_others_are_on_their_way(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    expected = stored(machine := make_machine(io_threads=1))
+    store.before["read", 2] = gate = Gate()
+    machine.load(1, fetches())
+    gate.await_entry()
+    halfway = OpReport(3, OpId(1), 2, 2, Phase.RUNNING)
+    machine.until(lambda: halfway in machine.told)
+    assert loaded(machine, [0, 1]) == expected[:2]
+    assert (machine.received, machine.reports.keys()) == ([], {101, 102})
+    gate.open()
+    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES)
+
+
+def test_a_load_is_not_told_of_twice_in_the_same_state_nor_before_its_first_page(
+    make_machine: MakeMachine, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(machine := make_machine(io_threads=1))
+    clock = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    before, after = Gate(), Gate()
+    store.before |= {("read", 0): before, ("read", 1): after}
+    machine.load(1, fetches())
+    before.await_entry()
+    clock += 3600
+    assert machine.engine.collect() == []
+    before.open()
+    after.await_entry()
+    machine.metrics.drain()
+    told = []
+    while not told:
+        clock += 3600
+        told += machine.engine.collect()
+    clock += 3600
+    assert (told, machine.engine.collect()) == ([OpReport(3, OpId(1), 1, 1, Phase.RUNNING)], [])
+    after.open()
+
+
+def test_pages_of_a_load_that_are_not_vouched_for_are_neither_read_nor_copied(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    expected = stored(machine := make_machine())
+    rest = machine.rig.blocks(besides=list(blocks_of([0, 1])))
+    machine.load(1, fetches(), vouched=2)
+    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, reason=MissReason.DISAGREED)
+    assert loaded(machine, [0, 1]) == expected[:2]
+    assert (machine.invalid, machine.rig.blocks(besides=list(blocks_of([0, 1])))) == (blocks_of([2, 3]), rest)
+    assert {number for operation, number in store.calls if operation == "read"} == {0, 1}
+
+
+def test_pages_in_host_memory_that_are_not_vouched_for_are_not_copied(make_machine: MakeMachine) -> None:
+    expected = held(machine := make_machine())
+    machine.load(1, [move(number, number, TARGET[number]) for number in range(NUM_PAGES)], vouched=1)
+    report = machine.report(1)
+    assert (report.pages_done, report.reason) == (1, MissReason.DISAGREED)
+    assert loaded(machine) == [expected[0], *[machine.rig.page([16, 17])] * 3]
+
+
+@pytest.mark.parametrize("vouched", [0, 3])
+def test_pages_of_a_save_that_are_not_vouched_for_leave_their_slots_alone(
+    make_machine: MakeMachine, vouched: int
+) -> None:
+    machine = make_machine()
+    machine.rig.poison_slots()
+    poison = machine.rig.slot(0)
+    machine.save(1, saves(), vouched)
+    assert machine.report(1) == OpReport(3, OpId(1), vouched, vouched, reason=MissReason.DISAGREED)
+    expected = [machine.rig.page(blocks) for blocks in SOURCE[:vouched]] + [poison] * (NUM_PAGES - vouched)
+    assert [machine.rig.slot(number) for number in range(NUM_PAGES)] == expected
+
+
+@pytest.mark.parametrize("vouched", [0, 3])
+def test_pages_of_a_flush_that_are_not_vouched_for_are_not_written(
+    make_machine: MakeMachine, store: WatchedStore, vouched: int
+) -> None:
+    held(machine := make_machine())
+    machine.flush(1, *range(NUM_PAGES), vouched=vouched)
+    assert machine.report(1) == OpReport(3, OpId(1), vouched, vouched, reason=MissReason.DISAGREED)
+    present = [number < vouched for number in range(NUM_PAGES)]
+    assert store.exists([name_of(number) for number in range(NUM_PAGES)]) == present
+
+
+# Ranks that hold a part
+
+
+@pytest.mark.parametrize(("layers", "heads"), [((0, 3), (1, 2)), ((1, 3), (1, 2)), ((1, 2), (0, 2))])
+def test_a_rank_that_holds_a_part_of_a_cell_reads_its_own_ranges_of_it(
+    make_machine: MakeMachine, layers: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    writer = make_machine()
+    mine = share(writer.rig.tensors, layers, heads, draft=layers[1] == 3)
+    expected = [page_bytes(mine, blocks) for blocks in SOURCE]
+    stored(writer)
+    reader = make_machine(layers=layers, heads=heads)
+    reader.rig.poison_device()
+    reader.load(1, fetches())
+    assert reader.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES)
+    assert [page_bytes(reader.rig.tensors, blocks) for blocks in TARGET] == expected
+
+
+def test_a_rank_that_holds_a_part_of_a_cell_writes_nothing_of_it(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    machine = make_machine(heads=(0, 1))
+    machine.save(1, saves())
+    machine.flush(2, *range(NUM_PAGES))
+    assert machine.report(2).pages_done == NUM_PAGES
+    assert store.calls == []
+
+
+def test_of_ranks_that_hold_the_same_each_writes_its_own_share_of_the_pages(
+    make_machine: MakeMachine, store: WatchedStore
+) -> None:
+    written = []
+    for replica in range(2):
+        machine = make_machine(heads=(0, 2), replica=(replica, 2))
+        machine.save(1, saves())
+        machine.flush(2, *range(NUM_PAGES))
+        assert machine.report(2).pages_done == NUM_PAGES
+        written.append(sorted({number for _, number in store.calls}))
+        store.calls.clear()
+    assert written == [[0, 2], [1, 3]]
 
 
 def short(content: bytes) -> bytes:
@@ -213,7 +343,7 @@ def check_third_page_missed(machine: Machine, store: WatchedStore, expected: lis
     """Two pages arrive; the third is one miss and gone; nothing outside the invalid blocks has changed."""
     rest = machine.rig.blocks(besides=list(blocks_of(range(NUM_PAGES))))
     machine.load(1, fetches())
-    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, reason)
+    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, reason=reason)
     assert loaded(machine, [0, 1]) == expected[:2]
     assert machine.invalid == blocks_of([2, 3])
     assert machine.rig.blocks(besides=list(blocks_of(range(NUM_PAGES)))) == rest
@@ -249,9 +379,9 @@ def test_a_page_that_lacks_one_of_its_objects_is_missed_as_a_whole(
     make_machine: MakeMachine, store: WatchedStore, role: Role
 ) -> None:
     stored(machine := make_machine(Grid(2, 2)))
-    replace(store, name_of(1, role, 1, 0), None)
+    replace(store, name_of(1, role, int(role is Role.TARGET), 1), None)
     machine.load(1, fetches())
-    assert machine.report(1) == OpReport(3, OpId(1), 1, 1, MissReason.ABSENT)
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 1, reason=MissReason.ABSENT)
     assert machine.invalid == blocks_of([1, 2, 3])
 
 
@@ -285,9 +415,9 @@ def check_cut(machine: Machine, gate: Gate, expected: list[bytes], reason: MissR
     for block in blocks_of([0, 1, 2, 3]):
         write_block(machine.rig.tensors, block, 0x11)
     machine.collect()
-    assert 1 not in machine.reports
+    assert machine.told[-1] == OpReport(3, OpId(1), 1, 1, Phase.RECEIVED, reason)
     gate.open()
-    assert machine.report(1) == OpReport(3, OpId(1), 1, 2, reason)
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 2, reason=reason)
     machine.engine.close(PATIENCE_S)
     assert {machine.rig.block(block) for block in blocks_of([0, 1, 2, 3])} == {b"\x11" * len(machine.rig.block(0))}
     assert machine.rig.slot(NUM_PAGES + 1) == expected[1]
@@ -327,7 +457,7 @@ def test_a_load_that_is_cancelled_during_a_copy_keeps_its_blocks_until_the_copy_
     machine.collect()
     assert (machine.received, machine.reports.keys()) == ([], {101})
     gate.open()
-    assert machine.report(1) == OpReport(3, OpId(1), 1, 4, MissReason.CANCELLED)
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 4, reason=MissReason.CANCELLED)
     assert (machine.received, machine.invalid) == (["r"], blocks_of([1, 2, 3]))
 
 
@@ -357,7 +487,7 @@ def test_a_read_that_raises_fails_its_load_alone(make_machine: MakeMachine, stor
     expected = stored(machine := make_machine(io_threads=1))
     store.before["read", 0] = raiser(error)
     machine.load(1, fetches())
-    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, reason)
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, reason=reason)
     assert (machine.invalid, machine.misses()) == (blocks_of(range(NUM_PAGES)), {reason: 1})
     store.before.clear()
     machine.load(2, fetches())
@@ -373,7 +503,7 @@ def test_a_write_that_raises_fails_its_flush_alone_and_is_counted(
     held(machine := make_machine(io_threads=1))
     store.before["write", 1] = raiser(FAULTS[fault][0])
     machine.flush(1, *range(NUM_PAGES))
-    assert machine.report(1) == OpReport(3, OpId(1), 1, 1, MissReason.UNAVAILABLE)
+    assert machine.report(1) == OpReport(3, OpId(1), 1, 1, reason=MissReason.UNAVAILABLE)
     assert machine.counted["errors|flush"] == 1
     assert store.exists([name_of(number) for number in range(NUM_PAGES)]) == [True, False, False, False]
     store.before.clear()
@@ -400,7 +530,7 @@ def test_pages_whose_copy_failed_are_still_held_for_the_next_load(make_machine: 
     stored(machine := make_machine(io_threads=1))
     machine.copier.before["load", NUM_PAGES] = raiser(RuntimeError("bug"))
     machine.load(1, fetches([0]))
-    assert machine.report(1) == OpReport(3, OpId(1), 0, 1, MissReason.ERROR)
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 1, reason=MissReason.ERROR)
     assert machine.invalid == blocks_of([0])
 
 
@@ -411,7 +541,7 @@ def test_a_thread_that_dies_fails_its_load_alone_is_seen_and_replaced(
     expected = stored(machine := make_machine(io_threads=1))
     store.before["read", 0] = raiser(SystemExit())
     machine.load(1, fetches())
-    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, MissReason.ERROR)
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, reason=MissReason.ERROR)
     machine.until(lambda: 0 in machine.health)
     store.before.clear()
     machine.load(2, fetches())
@@ -426,7 +556,7 @@ def test_a_store_that_is_removed_during_a_load_ends_it_with_what_had_arrived(
     expected = stored(machine := make_machine(io_threads=1))
     store.before["read", 2] = lambda: shutil.rmtree(tmp_path / "store")
     machine.load(1, fetches())
-    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, MissReason.ABSENT)
+    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, reason=MissReason.ABSENT)
     assert loaded(machine, [0, 1]) == expected[:2]
     assert (machine.received, machine.invalid) == (["r"], blocks_of([2, 3]))
 
@@ -441,7 +571,7 @@ def test_a_flush_beyond_the_queue_is_declined_at_once_and_can_be_offered_again(
     machine.flush(2, 1, 2)
     machine.flush(3, 3)
     machine.collect()
-    assert machine.reports[3] == OpReport(3, OpId(3), 0, 0, MissReason.NO_SLOT)
+    assert machine.reports[3] == OpReport(3, OpId(3), 0, 0, reason=MissReason.NO_SLOT)
     assert machine.counted["declined_pages|flush"] == 1
     gate.open()
     assert (machine.report(1).pages_done, machine.report(2).pages_done) == (1, 2)

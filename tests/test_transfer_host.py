@@ -1,4 +1,4 @@
-"""The host pool: slots that do not overlap, cells at their offsets, and sizes that are refused."""
+"""The host pool: slots that do not overlap, parts at their offsets, and sizes that are refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_hicache.names import Slot
 from vllm_hicache.transfer.host import HostPool
 
 
-@pytest.fixture
-def rig() -> Rig:
-    rig = Rig(Layout(layers=3, heads=4, draft_layers=2), grid=Grid(2, 2), num_slots=3)
+@pytest.fixture(params=[{}, {"layers": (1, 3), "heads": (1, 4)}], ids=["whole", "part"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    rig = Rig(Layout(layers=3, heads=4, draft_layers=2), grid=Grid(2, 2), num_slots=3, **request.param)
     rig.pool.tensor.zero_()
     return rig
 
@@ -26,23 +26,23 @@ def test_slots_are_disjoint() -> None:
     assert (pool.num_slots, pool.slot_bytes, pool.tensor.shape) == (3, 100, (3, 100))
 
 
-def test_the_cells_of_a_slot_tile_it_without_gaps_or_overlaps(rig: Rig) -> None:
-    for number, cell in enumerate(rig.geometry.cells, start=1):
-        view = rig.pool.cell(Slot(1), cell)
-        assert view.nbytes == cell.num_bytes
+def test_the_parts_of_a_slot_tile_it_without_gaps_or_overlaps(rig: Rig) -> None:
+    for number, part in enumerate(rig.geometry.parts, start=1):
+        view = rig.pool.part(Slot(1), part)
+        assert view.nbytes == part.num_bytes
         view[:] = bytes([number]) * view.nbytes
-    expected = b"".join(bytes([n]) * cell.num_bytes for n, cell in enumerate(rig.geometry.cells, start=1))
+    expected = b"".join(bytes([n]) * part.num_bytes for n, part in enumerate(rig.geometry.parts, start=1))
     assert rig.slot(1) == expected
     assert rig.slot(0) == rig.slot(2) == bytes(rig.pool.slot_bytes)
 
 
-def test_the_units_of_a_cell_are_its_bytes_by_head_layer_and_block(rig: Rig) -> None:
-    cell = rig.geometry.cells[-1]
-    units = rig.pool.units(Slot(2), cell, 2)
+def test_the_units_of_a_part_are_its_bytes_by_head_layer_and_block(rig: Rig) -> None:
+    part = rig.geometry.parts[-1]
+    units = rig.pool.units(Slot(2), part, 2)
     units[1, 0, 1] = 7
-    at = (1 * cell.num_layers + 0) * cell.unit_bytes + cell.unit_bytes // 2
-    payload = bytes(rig.pool.cell(Slot(2), cell))
-    assert units.shape == (cell.num_heads, cell.num_layers, 2, rig.layout.slab_bytes)
+    at = (1 * part.num_layers + 0) * part.cell.unit_bytes + part.cell.unit_bytes // 2
+    payload = bytes(rig.pool.part(Slot(2), part))
+    assert units.shape == (part.num_heads, part.num_layers, 2, rig.layout.slab_bytes)
     assert payload[at : at + rig.layout.slab_bytes] == b"\x07" * rig.layout.slab_bytes
     assert payload.count(7) == rig.layout.slab_bytes
 

@@ -2,117 +2,62 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
-from transfer_fixtures import (
-    NAMESPACE,
-    PATIENCE_S,
-    Gate,
-    Layout,
-    Tensors,
-    WatchedStore,
-    device_tensors,
-    move,
-    page_bytes,
-    write_block,
+from transfer_fixtures import Gate, Layout, WatchedStore, device_tensors, move, write_block
+from worker_kit import (
+    LAYOUT,
+    PAGE_BYTES,
+    SOURCE,
+    TARGET,
+    MakeHalf,
+    collected,
+    done,
+    ended,
+    flushes,
+    loads,
+    pages,
+    saves,
+    step,
 )
 
 from vllm_hicache.config import Config
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.geometry import Inventory
+from vllm_hicache.geometry import Holding, PageLayout, RoleShape
 from vllm_hicache.grid import Grid
+from vllm_hicache.inventory import Inventory
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, MissReason, OpId, RequestId, Role
-from vllm_hicache.plan import FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
-from vllm_hicache.storage.chunks import ChunkStore
-from vllm_hicache.storage.file import FileStore
+from vllm_hicache.names import BlockId, MissReason, OpId, Phase, Role
+from vllm_hicache.place import Place
+from vllm_hicache.plan import OpReport, Plan, SaveOp
 from vllm_hicache.worker import WorkerHalf
 
-LAYOUT = Layout(layers=3, heads=2, draft_layers=2, shared_draft=True)
-PAGE_BYTES = 2 * 2 * 5 * LAYOUT.slab_bytes
-SOURCE, TARGET = [[0, 1], [2, 3], [4, 5]], [[10, 11], [12, 13], [14, 15]]
-MakeHalf = Callable[..., WorkerHalf]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> WatchedStore:
-    return WatchedStore(FileStore(str(tmp_path / "store"), 1 << 30))
-
-
-@pytest.fixture
-def make_half(store: WatchedStore) -> Iterator[MakeHalf]:
-    halves: list[WorkerHalf] = []
-
-    def open_store(namespace: bytes) -> ChunkStore:
-        return ChunkStore(store, namespace, Grid(1, 2))
-
-    def make(tensors: Tensors, available_bytes: int = 1 << 30, **settings: object) -> WorkerHalf:
-        raw = {"page_tokens": 8, "grid": "1x2", "host_memory": 8 * PAGE_BYTES + 1, "io_threads": 2} | settings
-        config = Config.parse(raw)
-        half = WorkerHalf(config, 5, tensors, 4, "test", Metrics(), available_bytes, open_store)
-        halves.append(half)
-        return half
-
-    yield make
-    for half in halves:
-        half.close()
-
-
-def collected(half: WorkerHalf, num_reports: int) -> StepResult:
-    """All that a half tells until it has told this many reports, by number of operation."""
-    deadline, total = time.monotonic() + PATIENCE_S, StepResult()
-    while len(total.reports) < num_reports:
-        assert time.monotonic() < deadline, total
-        new = half.collect(Plan())
-        reports = tuple(sorted([*total.reports, *new.reports], key=lambda report: report.op))
-        total = StepResult(reports, total.received | new.received, total.invalid_blocks | new.invalid_blocks)
-    return total
-
-
-def done(op: int, pages: int) -> OpReport:
-    return OpReport(5, OpId(op), pages, pages, None)
-
-
-def saves(op: int = 1) -> tuple[SaveOp, ...]:
-    return (SaveOp(OpId(op), tuple(move(n, n, blocks) for n, blocks in enumerate(SOURCE))),)
-
-
-def loads(op: int, from_store: bool, first_slot: int, namespace: bytes = NAMESPACE) -> tuple[LoadOp, ...]:
-    pages = tuple(move(n, first_slot + n, blocks, 0, from_store) for n, blocks in enumerate(TARGET))
-    return (LoadOp(OpId(op), namespace, RequestId("r"), pages),)
-
-
-def flushes(op: int) -> tuple[FlushOp, ...]:
-    return (FlushOp(OpId(op), NAMESPACE, tuple(move(n, n) for n in range(3))),)
-
-
-def step(half: WorkerHalf, plan: Plan) -> None:
-    half.start_loads(plan)
-    half.commit_saves(plan)
-
-
-def pages(tensors: Tensors, blocks: list[list[int]]) -> list[bytes]:
-    return [page_bytes(tensors, page) for page in blocks]
+pytest_plugins = ["worker_fixtures"]
 
 
 def test_the_inventory_says_who_the_rank_is_and_how_many_whole_pages_it_keeps(make_half: MakeHalf) -> None:
-    inventory = make_half(device_tensors(LAYOUT)).inventory
-    assert inventory == Inventory(5, inventory.layers, PAGE_BYTES, 8, "test")
-    shapes = [(layer.role, layer.index, layer.num_heads, layer.slab_bytes) for layer in inventory.layers]
-    target = [(Role.TARGET, index, 2, LAYOUT.slab_bytes) for index in range(3)]
-    assert shapes == target + [(Role.DRAFT, index, 2, LAYOUT.slab_bytes) for index in range(2)]
+    shapes = (RoleShape(Role.TARGET, 3, 2, LAYOUT.slab_bytes), RoleShape(Role.DRAFT, 2, 2, LAYOUT.slab_bytes))
+    holdings = (Holding(Role.TARGET, (0, 3), (0, 2)), Holding(Role.DRAFT, (0, 2), (0, 2)))
+    layout = PageLayout(shapes, 4, 8, Grid(1, 2))
+    expected = Inventory(5, holdings, layout, PAGE_BYTES, 8, "test")
+    assert make_half(device_tensors(LAYOUT)).hand_over() == expected
+
+
+def test_a_grid_that_no_setting_names_is_the_one_that_suits_the_model(make_half: MakeHalf) -> None:
+    assert make_half(device_tensors(LAYOUT), grid=None).hand_over().layout.grid == Grid(1, 1)
+    large = Layout(layers=4, heads=2, blocks=2, head_size=1 << 15)
+    inventory = make_half(device_tensors(large), grid=None, host_memory="2x").hand_over()
+    assert (inventory.layout.num_bytes, inventory.layout.grid) == (8 << 20, Grid(4, 2))
 
 
 def test_a_ratio_of_host_memory_is_one_of_this_ranks_device_cache(make_half: MakeHalf) -> None:
-    inventory = make_half(device_tensors(LAYOUT), host_memory="2x").inventory
+    inventory = make_half(device_tensors(LAYOUT), host_memory="2x").hand_over()
     assert inventory.num_slots == 2 * LAYOUT.blocks // 2
 
 
 def test_more_host_memory_than_the_machine_has_is_refused_with_both_numbers(make_half: MakeHalf) -> None:
-    with pytest.raises(ConfigError, match=r"asks for 4KiB on rank 5.*has 3KiB available: set host_memory"):
+    with pytest.raises(
+        ConfigError, match=r"4KiB on rank 5 \(it\), but the machine has 3KiB available: set host_memory"
+    ):
         make_half(device_tensors(LAYOUT), available_bytes=3072, host_memory="4KiB")
 
 
@@ -140,11 +85,11 @@ def test_pages_come_back_from_host_memory_byte_for_byte_in_other_blocks(make_hal
     tensors = device_tensors(LAYOUT)
     half, expected = make_half(tensors), pages(tensors, SOURCE)
     step(half, Plan(saves=saves()))
-    assert collected(half, 1) == StepResult((done(1, 3),))
+    assert collected(half, 1) == ended([done(1, 3)])
     for block in range(LAYOUT.blocks):
         write_block(tensors, block)
     step(half, Plan(loads=loads(2, False, 0)))
-    assert collected(half, 1) == StepResult((done(2, 3),), frozenset(["r"]))
+    assert collected(half, 1) == ended([done(2, 3)], "r")
     assert pages(tensors, TARGET) == expected
 
 
@@ -159,7 +104,7 @@ def test_pages_come_back_through_the_store_in_another_engine(make_half: MakeHalf
     other = device_tensors(Layout(layers=3, draft_layers=2, block_major=block_major), seed=9)
     reader = make_half(other)
     step(reader, Plan(loads=loads(1, True, 4)))
-    assert collected(reader, 1) == StepResult((done(1, 3),), frozenset(["r"]))
+    assert collected(reader, 1) == ended([done(1, 3)], "r")
     assert pages(other, TARGET) == expected
 
 
@@ -171,7 +116,7 @@ def test_nothing_is_found_under_another_namespace(make_half: MakeHalf) -> None:
     assert collected(half, 1).reports == (done(2, 3),)
     step(half, Plan(loads=loads(3, True, 4, b"m" * 32)))
     result = collected(half, 1)
-    assert result.reports == (OpReport(5, OpId(3), 0, 0, MissReason.ABSENT),)
+    assert result.reports == (OpReport(5, OpId(3), 0, 0, reason=MissReason.ABSENT),)
     assert result.invalid_blocks == {BlockId(block) for page in TARGET for block in page}
 
 
@@ -195,7 +140,7 @@ def test_one_plan_carries_loads_saves_and_flushes_together(make_half: MakeHalf) 
     step(half, Plan(saves=saves()))
     assert collected(half, 1).reports == (done(1, 3),)
     more = (SaveOp(OpId(4), (move(9, 7, [20, 21]),)),)
-    step(half, Plan(loads(2, False, 0), more, flushes(3)))
+    step(half, Plan(loads=loads(2, False, 0), saves=more, flushes=flushes(3)))
     assert collected(half, 3).reports == (done(2, 3), done(3, 3), done(4, 1))
     assert pages(tensors, TARGET) == expected
 
@@ -208,13 +153,14 @@ def test_a_cancelled_load_is_received_before_the_store_answers(make_half: MakeHa
     half.start_loads(Plan(cancels=(OpId(1),)))
     received = half.collect(Plan())
     gate.open()
-    assert received == StepResult((), frozenset(["r"]), frozenset(BlockId(at) for page in TARGET for at in page))
-    assert collected(half, 1) == StepResult((OpReport(5, OpId(1), 0, 0, MissReason.CANCELLED),))
+    assert received.reports == (OpReport(5, OpId(1), 0, 0, Phase.RECEIVED, MissReason.CANCELLED),)
+    assert (received.received, received.invalid_blocks) == ({"r"}, {block for page in TARGET for block in page})
+    assert collected(half, 1) == ended([OpReport(5, OpId(1), 0, 0, reason=MissReason.CANCELLED)])
 
 
 def test_without_a_store_loads_from_it_fail_and_flushes_are_declined(make_half: MakeHalf) -> None:
     config = Config.parse({"store": "none", "page_tokens": 8, "host_memory": 8 * PAGE_BYTES})
-    half = WorkerHalf(config, 5, device_tensors(LAYOUT), 4, "test", Metrics(), 1 << 30)
+    half = WorkerHalf(config, Place(), device_tensors(LAYOUT), 4, "test", Metrics(), 1 << 30)
     step(half, Plan(loads=loads(1, True, 0), flushes=flushes(2)))
     assert [report.pages_done for report in collected(half, 2).reports] == [0, 0]
     half.close()

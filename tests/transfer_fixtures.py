@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hicache.geometry import RankGeometry
+from vllm_hicache.consensus import Consumption
+from vllm_hicache.geometry import Holding, PageLayout, Range, RankGeometry, RoleShape
 from vllm_hicache.grid import Grid
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, ObjectName, OpId, PageKey, RequestId, Slot
-from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp
+from vllm_hicache.names import BlockId, ObjectName, OpId, PageKey, Phase, RequestId, Role, Slot
+from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.wrappers import StoreWrapper
@@ -87,11 +88,23 @@ def slab(tensor: torch.Tensor, block: int, head: int) -> bytes:
     return tensor[block, head].contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def share(tensors: Tensors, layers: Range, heads: Range, draft: bool = True) -> Tensors:
+    """What one rank of a cut engine holds of the whole model's `tensors`, in memory of its own."""
+    names = [name for names in _by_role(tensors) for name in names]
+    mine = [name for name in names if (draft if name.startswith(DRAFT) else _number(name) in range(*layers))]
+    held = torch.stack([tensors[name][:, slice(*heads)] for name in mine])
+    return dict(zip(mine, held.unbind(0), strict=True))
+
+
 def page_bytes(tensors: Tensors, blocks: Sequence[int], grid: Grid = Grid()) -> bytes:
-    """A slot that holds the page in `blocks`: target before draft, cell by cell, [head][layer][block][slab]."""
+    """A slot that holds the page in `blocks`: target before draft, cell by cell, [head][layer][block][slab].
+
+    A draft's layers are one group.
+    """
     parts: list[bytes] = []
     for names in _by_role(tensors):
-        for cell_layers in np.array_split(np.array(names), grid.layer_groups):
+        layer_groups = 1 if names[0].startswith(DRAFT) else grid.layer_groups
+        for cell_layers in _groups(names, layer_groups):
             for cell_heads in np.array_split(np.arange(tensors[names[0]].shape[1]), grid.head_groups):
                 for head in cell_heads:
                     for name in cell_layers:
@@ -99,14 +112,23 @@ def page_bytes(tensors: Tensors, blocks: Sequence[int], grid: Grid = Grid()) -> 
     return b"".join(parts)
 
 
-def _by_role(tensors: Tensors) -> list[list[str]]:
-    def number(name: str) -> int:
-        found = re.search(r"layers\.(\d+)\.", name)
-        assert found is not None
-        return int(found[1])
+def _groups(names: Sequence[str], num_groups: int) -> list[Sequence[str]]:
+    """Nearly equal groups; layers left over go to the groups before the last, from the back."""
+    size, rest = divmod(len(names), num_groups)
+    longer = range(num_groups - 1 - rest, num_groups - 1)
+    stops = np.cumsum([size + (group in longer) for group in range(num_groups)]).tolist()
+    return [names[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
-    target = sorted((name for name in tensors if not name.startswith(DRAFT)), key=number)
-    draft = sorted((name for name in tensors if name.startswith(DRAFT)), key=number)
+
+def _number(name: str) -> int:
+    found = re.search(r"layers\.(\d+)\.", name)
+    assert found is not None
+    return int(found[1])
+
+
+def _by_role(tensors: Tensors) -> list[list[str]]:
+    target = sorted((name for name in tensors if not name.startswith(DRAFT)), key=_number)
+    draft = sorted((name for name in tensors if name.startswith(DRAFT)), key=_number)
     return [names for names in (target, draft) if names]
 
 
@@ -131,8 +153,19 @@ def move(
     return PageMove(key(number), Slot(slot), tuple(BlockId(block) for block in blocks), first_block, from_store)
 
 
+def whole_rank(cache: DeviceCache, blocks_per_page: int, grid: Grid) -> RankGeometry:
+    """The geometry of a rank that holds the whole model."""
+    shapes = tuple(RoleShape(each.role, len(each.numbers), each.num_heads, each.slab_bytes) for each in cache.roles)
+    layout = PageLayout(shapes, cache.block_tokens, blocks_per_page * cache.block_tokens, grid)
+    return RankGeometry(layout, tuple(Holding(it.role, (0, it.num_layers), (0, it.num_heads)) for it in shapes))
+
+
 class Rig:
-    """One rank without its threads: device tensors, host pool, and the copier between them."""
+    """One rank without its threads: device tensors, host pool, and the copier between them.
+
+    `layers` and `heads` are those of the whole model that it holds, all of them where they are not given. A draft is
+    held by the last layers' rank.
+    """
 
     def __init__(
         self,
@@ -141,18 +174,30 @@ class Rig:
         grid: Grid = Grid(),
         num_slots: int = 8,
         seed: int = 0,
+        layers: Range | None = None,
+        heads: Range | None = None,
+        replica: tuple[int, int] = (0, 1),
     ) -> None:
         self.layout = layout
         self.grid = grid
         self.tensors = device_tensors(layout, seed)
         self.cache = DeviceCache.from_tensors(self.tensors, layout.block_tokens)
-        page_tokens = blocks_per_page * layout.block_tokens
-        self.geometry = RankGeometry(self.cache.layers, layout.block_tokens, page_tokens, grid)
+        self.geometry = whole_rank(self.cache, blocks_per_page, grid)
+        if layers is not None or heads is not None:
+            self._hold(layers or (0, layout.layers), heads or (0, layout.heads), replica)
         self.pool = HostPool(num_slots, self.geometry.slot_bytes)
         self.copier = CpuCopier(self.cache, self.pool, self.geometry)
 
+    def _hold(self, layers: Range, heads: Range, replica: tuple[int, int]) -> None:
+        last = layers[1] == self.layout.layers
+        self.tensors = share(self.tensors, layers, heads, last)
+        self.cache = DeviceCache.from_tensors(self.tensors, self.layout.block_tokens)
+        held = {Role.TARGET: layers, Role.DRAFT: (0, self.layout.draft_layers)}
+        holdings = tuple(Holding(each.role, held[each.role], heads, *replica) for each in self.cache.roles)
+        self.geometry = RankGeometry(self.geometry.layout, holdings)
+
     def page(self, blocks: Sequence[int]) -> bytes:
-        """What a slot must hold after a save of `blocks` now."""
+        """What a slot must hold after a save of `blocks` now, on a rank that holds the whole model."""
         return page_bytes(self.tensors, blocks, self.grid)
 
     def slot(self, slot: int) -> bytes:
@@ -237,7 +282,12 @@ class WatchedCopier(Copier):
 
 
 class Machine:
-    """An engine, and all that it has told so far."""
+    """An engine, and all that it has told so far. Its rank is alone: what it has is agreed at once.
+
+    Attributes:
+        reports: of operations that have settled.
+        told: every report, in order.
+    """
 
     def __init__(self, store: Store, rig: Rig, io_threads: int, flush_queue_pages: int) -> None:
         self.rig = rig
@@ -247,19 +297,25 @@ class Machine:
         self.engine = TransferEngine(
             3, rig.pool, rig.geometry, self.copier, self.metrics, io_threads, max(1, io_threads // 2), flush_queue_pages
         )
+        self.consumption = Consumption()
         self.reports: dict[int, OpReport] = {}
+        self.told: list[OpReport] = []
         self.received: list[RequestId] = []
         self.invalid: set[BlockId] = set()
         self.counted: Counter[str] = Counter()
         self.health: list[float] = []
 
     def collect(self) -> None:
-        result = self.engine.collect()
-        for report in result.reports:
-            assert report.op not in self.reports, "an operation was reported twice"
-            self.reports[report.op] = report
-        self.received += result.received
-        self.invalid |= result.invalid_blocks
+        for report in self.engine.collect():
+            assert report.op not in self.reports, "an operation was reported after it had settled"
+            self.told.append(report)
+            if report.phase == Phase.SETTLED:
+                self.reports[report.op] = report
+            self.consumption.ready(report)
+            self.consumption.consume(Ack(report.op, report.pages_done, report.pages_held, report.phase, report.reason))
+        received, invalid = self.consumption.take()
+        self.received += received
+        self.invalid |= invalid
         drained = self.metrics.drain()
         if "healthy" in drained:
             self.health.append(drained["healthy"])
@@ -282,15 +338,20 @@ class Machine:
         time_limit_s: float | None = None,
         unserved: tuple[BlockId, ...] = (),
         request: RequestId | None = REQUEST,
+        vouched: int | None = None,
     ) -> None:
         whole = LoadOp(OpId(op), NAMESPACE, request, tuple(pages), time_limit_s, unserved)
-        self.engine.load(whole, self.chunks, self.engine.fence())
+        self.consumption.begin(whole.op, 3, whole)
+        self.engine.load(whole, self.chunks, self.engine.fence(), vouched)
 
-    def save(self, op: int, pages: Sequence[PageMove]) -> None:
-        self.engine.save(SaveOp(OpId(op), tuple(pages)), self.engine.fence())
+    def save(self, op: int, pages: Sequence[PageMove], vouched: int | None = None) -> None:
+        self.consumption.begin(OpId(op), 3)
+        self.engine.save(SaveOp(OpId(op), tuple(pages)), self.engine.fence(), vouched)
 
-    def flush(self, op: int, *numbers: int) -> None:
-        self.engine.flush(FlushOp(OpId(op), NAMESPACE, tuple(move(number, number) for number in numbers)), self.chunks)
+    def flush(self, op: int, *numbers: int, vouched: int | None = None) -> None:
+        self.consumption.begin(OpId(op), 3)
+        pages = tuple(move(number, number) for number in numbers)
+        self.engine.flush(FlushOp(OpId(op), NAMESPACE, pages), self.chunks, vouched)
 
     def misses(self) -> dict[str, int]:
         return {name.split("|")[1]: count for name, count in self.counted.items() if name.startswith("misses|")}

@@ -27,6 +27,15 @@ class WritePolicy(StrEnum):
     THROUGH = "through"
     SELECTIVE = "selective"
     BACK = "back"
+    NEVER = "never"
+
+
+class Consensus(StrEnum):
+    """What the rank checker does: nothing, tell of differences between ranks, or stop the engine at the first."""
+
+    OFF = "off"
+    RECORD = "record"
+    ENFORCE = "enforce"
 
 
 class PrefetchPolicy(StrEnum):
@@ -89,7 +98,7 @@ class Config:
         store: URL of the L3 store, or `none`.
         host_memory: size of the host pool of each rank.
         page_tokens: tokens of a page; `None` takes the smallest multiple of the block size from 64 on.
-        grid: objects a page is cut in.
+        grid: objects a page is cut in; `None` takes what suits the model.
         write: when pages are flushed to the store.
         prefetch: how long a request waits for the store.
         prefetch_timeout_s: time limit of `prefetch=timeout`, seconds.
@@ -103,12 +112,16 @@ class Config:
         shutdown_timeout_s: time to flush what is queued when the engine stops, seconds.
         model_id: the operator's name for these weights, instead of a fingerprint of the files.
         generation: the operator's generation of the weights.
+        consensus: what the rank checker does.
+        consensus_dir: directory for every rank's log, for `vllm-hicache ranks`; `None` keeps them in memory.
+        rank_timeout_s: how long after the first rank's end of an operation others may be silent, seconds.
+        rank_faults: file of faults that ranks play out in tests and drills.
     """
 
     store: str = DEFAULT_STORE
     host_memory: HostMemory = HostMemory(None, 2.0)
     page_tokens: int | None = None
-    grid: Grid = Grid()
+    grid: Grid | None = None
     write: WritePolicy = WritePolicy.THROUGH
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 10.0
@@ -121,6 +134,10 @@ class Config:
     shutdown_timeout_s: float = 10.0
     model_id: str | None = None
     generation: str = "0"
+    consensus: Consensus = Consensus.RECORD
+    consensus_dir: str | None = None
+    rank_timeout_s: float = 30.0
+    rank_faults: str | None = None
 
     @classmethod
     def parse(cls, raw: Mapping[str, object]) -> Config:
@@ -142,7 +159,7 @@ class Config:
             store=values.text("store", DEFAULT_STORE),
             host_memory=HostMemory.parse(raw["host_memory"]) if "host_memory" in raw else HostMemory(None, 2.0),
             page_tokens=values.optional_count("page_tokens"),
-            grid=Grid.parse(values.text("grid", "1x1")),
+            grid=Grid.parse(values.text("grid", "1x1")) if raw.get("grid") is not None else None,
             write=values.choice("write", WritePolicy, WritePolicy.THROUGH),
             prefetch=values.choice("prefetch", PrefetchPolicy, PrefetchPolicy.TIMEOUT),
             prefetch_timeout_s=values.seconds("prefetch_timeout_s", 10.0),
@@ -155,6 +172,10 @@ class Config:
             shutdown_timeout_s=values.seconds("shutdown_timeout_s", 10.0),
             model_id=values.optional_text("model_id"),
             generation=values.text("generation", "0"),
+            consensus=values.choice("consensus", Consensus, Consensus.RECORD),
+            consensus_dir=values.optional_text("consensus_dir"),
+            rank_timeout_s=values.seconds("rank_timeout_s", 30.0),
+            rank_faults=values.optional_text("rank_faults"),
         )
         config._check(raw)
         return config
@@ -204,6 +225,8 @@ class Config:
                 f"prefetch_timeout_s={self.prefetch_timeout_s} has no meaning with prefetch="
                 f"{self.prefetch.value!r}: remove it or set prefetch='timeout'"
             )
+        if self.consensus_dir is not None and self.consensus == Consensus.OFF:
+            raise ConfigError("consensus_dir contradicts consensus='off', which writes no log: remove one of them")
         if "+" in self.generation:
             raise ConfigError(
                 f"generation={self.generation!r} contains '+', which marks resets at run time: use another name"

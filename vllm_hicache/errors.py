@@ -9,6 +9,7 @@
     │   ├── StoreTimeout                the call's deadline passed
     │   └── StoreUnavailable            the store cannot be reached or is full
     │       └── StoreDenied             the store answers, and refuses us this
+    ├── RanksDisagree                   ranks differ, and the operator asked to stop then
     └── InvariantError                  a conservation law is broken: a bug of ours, always a stop
 
 Which border turns which error into a miss and which into a stop is the table in `docs/design.md`.
@@ -51,6 +52,10 @@ class StoreUnavailable(StoreError):
 
 class StoreDenied(StoreUnavailable):
     """The store answers and refuses our credentials, or this call to them. Trying again does not help."""
+
+
+class RanksDisagree(HiCacheError):
+    """The rank checker found a difference, and `consensus` is `enforce`. The message names it."""
 
 
 class InvariantError(HiCacheError):

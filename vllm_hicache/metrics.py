@@ -35,7 +35,8 @@ SPECS = (
     MetricSpec("store_circuit", "gauge", "side", "Circuit for reading, writing: 0 closed, 1 half-open, 2 open."),
     MetricSpec("queue_depth", "gauge", "queue", "Pages that wait for load, save (device), fetch, flush (store)."),
     MetricSpec("host_pages", "gauge", "state", "Pages of the host pool: used, free, reserved."),
-    MetricSpec("open_operations", "gauge", None, "Operations that not every rank has reported yet."),
+    MetricSpec("open_operations", "gauge", None, "Operations that have not settled on every rank."),
+    MetricSpec("rank_differences", "counter", "kind", "Differences between ranks that the rank checker has named."),
     MetricSpec("healthy", "gauge", None, "1 while every transfer thread runs, else 0."),
 )
 

@@ -5,7 +5,7 @@ Lowest layer: imports nothing of the package. The words are those of `docs/desig
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NewType
 
 PageKey = NewType("PageKey", bytes)
@@ -44,6 +44,16 @@ class Role(StrEnum):
     DRAFT = "draft"
 
 
+class Phase(IntEnum):
+    """How far an operation has come on a rank, or on all of them; each phase includes the ones before."""
+
+    RUNNING = 0
+    RECEIVED = 1
+    """The device blocks of a load are no longer written: its request may use or recompute them."""
+    SETTLED = 2
+    """Nothing touches the operation's slots and blocks any more: they may change hands."""
+
+
 class MissReason(StrEnum):
     """Why a page that was looked for is not served. Also the label of the miss counter."""
 
@@ -58,3 +68,4 @@ class MissReason(StrEnum):
     ERROR = "error"
     NO_SLOT = "no_slot"
     CANCELLED = "cancelled"
+    DISAGREED = "disagreed"

@@ -1,23 +1,24 @@
 """Operations on their way: what each one holds, and what its acknowledgement changes.
 
 Owned by the scheduler half; scheduler thread only. Every operation is begun with all it needs (a lease on its
-prefix in the tree, reserved slots, held device blocks) and gives all of it back exactly once, when every rank
-has answered. The tree changes on acknowledgements only.
+prefix in the tree, reserved slots, held device blocks) and gives all of it back exactly once, when it has settled on
+every rank. The tree changes on acknowledgements only: pages of a long load enter it as they are acknowledged.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from vllm_hicache.config import Config, WritePolicy
-from vllm_hicache.consensus import Ack, Ledger
+from vllm_hicache.consensus import Ledger, Silence
 from vllm_hicache.events import PageEvents
 from vllm_hicache.index.host import HostTier
 from vllm_hicache.index.tree import Evicted
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Slot, Tier
-from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
+from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, Slot, Tier
+from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.tracking import Answer, BlockHolds, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
 
 _WRITE_BACK_PAGES = 64
@@ -56,7 +57,7 @@ class Operations:
         self._metrics = metrics
         self._events = events
         self._has_store = has_store
-        self._ledger = Ledger(ranks)
+        self._ledger = Ledger(ranks, config.rank_timeout_s)
         self._open: dict[OpId, OpenOp] = {}
         self._moving: set[PageKey] = set()
         self._flushing: set[PageKey] = set()
@@ -68,8 +69,13 @@ class Operations:
 
     @property
     def num_open(self) -> int:
-        """Operations that are not acknowledged yet."""
+        """Operations that have not settled on every rank."""
         return self._ledger.num_open
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether anything waits for ranks, or to be sent to them."""
+        return self._ledger.num_open > 0 or bool(self._acks)
 
     def is_moving(self, key: PageKey) -> bool:
         """Whether an operation is bringing this page into host memory."""
@@ -102,7 +108,7 @@ class Operations:
         limit = self._config.time_limit_s
         if unserved:
             self._metrics.count("misses", MissReason.NO_SLOT.value, answer.store_end - served)
-        op = self._ledger.open()
+        op = self._ledger.open(time.monotonic())
         tracked.load = op
         self._loads.append(LoadOp(op, self._namespace, tracked.request_id, tuple(moves), limit, tuple(unserved)))
         event_tokens = self._tokens_of(tracked, answer.host_end, answer.store_end)
@@ -122,7 +128,7 @@ class Operations:
             lease.release()
             return
         moves = tuple(PageMove(key, slot, (), 0, True) for key, slot in zip(keys[start:], slots, strict=False))
-        op = self._ledger.open()
+        op = self._ledger.open(time.monotonic())
         self._loads.append(LoadOp(op, self._namespace, None, moves))
         answer = Answer(start * self._page, start, start, start + len(slots))
         event_tokens = self._tokens_of(tracked, start, stop)
@@ -157,7 +163,7 @@ class Operations:
         # From here on the blocks are ours too, whatever becomes of the request (decisions/0002).
         held = [block for page in pages for block in page]
         self._holds.hold(held)
-        op = self._ledger.open()
+        op = self._ledger.open(time.monotonic())
         self._saves.append(SaveOp(op, moves))
         tokens = self._tokens_of(tracked, start, stop)
         self._open[op] = OpenSave(keys[:stop], start, slots, held, lease, self._epoch, tokens)
@@ -166,7 +172,7 @@ class Operations:
 
     def flush(self, keys: Sequence[PageKey], positions: Sequence[int]) -> None:
         """Flush pages of a chain that are in host memory and not in the store yet."""
-        if not self._has_store:
+        if not self._has_store or self._config.write == WritePolicy.NEVER:
             return
         found = self._tier.match(keys, touch=False)
         wanted = [
@@ -177,7 +183,7 @@ class Operations:
         if not wanted:
             return
         lease = self._tier.lease(keys, wanted[-1] + 1)
-        op = self._ledger.open()
+        op = self._ledger.open(time.monotonic())
         moves = tuple(PageMove(keys[index], found.slots[index], ()) for index in wanted)
         self._flushes.append(FlushOp(op, self._namespace, moves))
         self._open[op] = OpenFlush(keys, wanted, lease, self._epoch)
@@ -195,43 +201,100 @@ class Operations:
         """Tell workers that nobody waits for this load any more."""
         if op in self._open:
             self._cancels.append(op)
-            self.received(op)
+            self._received(op)
 
     def take_plan(self, idle: bool) -> Plan:
-        """All operations begun since the last call, for the step that now begins."""
+        """All that was decided since the last call, for the step that now begins."""
         self._step += 1
-        plan = Plan(tuple(self._loads), tuple(self._saves), tuple(self._flushes), tuple(self._cancels), idle)
+        plan = Plan(
+            acks=tuple(self._acks),
+            loads=tuple(self._loads),
+            saves=tuple(self._saves),
+            flushes=tuple(self._flushes),
+            cancels=tuple(self._cancels),
+            asks=tuple(self._asks),
+            num_slots=self._tier.num_slots,
+            idle=idle,
+        )
         self._plan_empty()
         return plan
 
-    def received(self, op: OpId) -> None:
+    def report(self, reports: Iterable[OpReport], now_s: float) -> list[Silence]:
+        """Take reports of ranks, and act on what all of them have reached.
+
+        Returns:
+            Operations of which ranks have been silent for too long. They are asked again, and nobody waits for those
+            that are late.
+        """
+        for each in reports:
+            self._acknowledge(self._ledger.record(each, now_s))
+        silences = self._ledger.silences(now_s)
+        for silence in silences:
+            self._asks.append(silence.op)
+            if silence.is_late:
+                self._acknowledge(self._ledger.give_up(silence.op))
+        return silences
+
+    def _acknowledge(self, ack: Ack | None) -> None:
+        if ack is None:
+            return
+        # A rank that is alone needs nobody's word to know what all ranks have reached.
+        if self._ledger.num_ranks > 1:
+            self._acks.append(ack)
+        record = self._open[ack.op]
+        if ack.phase < Phase.SETTLED:
+            if isinstance(record, OpenLoad):
+                self._progress(record, ack)
+            return
+        del self._open[ack.op]
+        match record:
+            case OpenLoad():
+                self._commit_load(record, ack)
+            case OpenSave():
+                self._commit_save(record, ack)
+            case OpenFlush():
+                self._commit_flush(record, ack)
+        record.lease.release()
+        self.note_evicted(self._tier.drain_retired())
+
+    def _received(self, op: OpId) -> None:
         """A load has ended for its request, though a store call may still be open: nobody else waits for its pages."""
         record = self._open.get(op)
         if isinstance(record, OpenLoad) and record.epoch == self._epoch:
             self._moving.difference_update(record.keys[record.answer.host_end :])
 
-    def report(self, reports: Iterable[OpReport]) -> None:
-        """Take reports of ranks, and commit every operation that all of them have answered."""
-        for each in reports:
-            ack = self._ledger.record(each)
-            if ack is None:
-                continue
-            record = self._open.pop(ack.op)
-            match record:
-                case OpenLoad():
-                    self._commit_load(record, ack)
-                case OpenSave():
-                    self._commit_save(record, ack)
-                case OpenFlush():
-                    self._commit_flush(record, ack)
-            record.lease.release()
-            self.note_evicted(self._tier.drain_retired())
+    def _progress(self, record: OpenLoad, ack: Ack) -> None:
+        """Pages that no rank copies any more enter the tree while the rest is still on its way.
+
+        Not where another operation has brought them meanwhile, or pages before them are not there: their slots would
+        be given back, and change hands while this operation is open.
+        """
+        if self._tier.match(record.keys, touch=False).num_pages == record.answer.host_end + record.attached:
+            self._attach_loaded(record, ack.pages_done)
+        if ack.phase == Phase.RECEIVED:
+            self._received(ack.op)
+
+    def _attach_loaded(self, record: OpenLoad, num_pages: int) -> None:
+        """Store pages among the load's first `num_pages` that are not in the tree yet enter it, under the lease."""
+        answer, start = record.answer, record.attached
+        stop = max(start, min(answer.first + num_pages - answer.host_end, len(record.slots)))
+        if stop == start or record.epoch != self._epoch:
+            return
+        first = answer.host_end + start
+        self._enter_tree(record, first, record.slots[start:stop], answer.host_end, stored=True)
+        record.attached = stop
+        # Where the device alone has the pages before, nothing could enter the tree, and there is nothing to lease.
+        reach = self._tier.match(record.keys[: first + stop - start], touch=False).num_pages
+        old, record.lease = record.lease, self._tier.lease(record.keys, reach)
+        old.release()
 
     def _commit_load(self, record: OpenLoad, ack: Ack) -> None:
         answer = record.answer
         tracked = record.tracked
-        from_store = max(0, min(answer.first + ack.pages_held - answer.host_end, len(record.slots)))
-        self._settle_slots(record, answer.host_end, record.slots, from_store, stored=True)
+        self._attach_loaded(record, ack.pages_held)
+        if record.epoch == self._epoch:
+            self._moving.difference_update(record.keys[answer.host_end : answer.host_end + len(record.slots)])
+        self._tier.abandon(record.slots[record.attached :])
         if tracked is None:
             return
         tracked.load = None
@@ -245,7 +308,12 @@ class Operations:
     def _commit_save(self, record: OpenSave, ack: Ack) -> None:
         self._holds.release(record.blocks)
         done = ack.pages_done
-        self._settle_slots(record, record.start, record.slots, done, stored=False)
+        if record.epoch == self._epoch:
+            self._moving.difference_update(record.keys[record.start : record.start + len(record.slots)])
+            self._enter_tree(record, record.start, record.slots[:done], record.start, stored=False)
+        else:
+            self._tier.abandon(record.slots[:done])
+        self._tier.abandon(record.slots[done:])
         if self._config.write == WritePolicy.THROUGH and record.epoch == self._epoch:
             self.flush(record.keys, range(record.start, record.start + done))
 
@@ -261,26 +329,17 @@ class Operations:
         for index in done:
             self._events.stored(Tier.STORE, record.keys[index], record.keys[index - 1] if index else None, ())
 
-    def _settle_slots(
-        self,
-        record: OpenLoad | OpenSave,
-        start: int,
-        slots: Sequence[Slot],
-        num_good: int,
-        stored: bool,
+    def _enter_tree(
+        self, record: OpenLoad | OpenSave, first: int, slots: Sequence[Slot], first_event: int, stored: bool
     ) -> None:
-        """Good slots enter the tree as pages from `start` on, unless a reset came between; the others become free."""
-        stop = start + num_good
-        if record.epoch == self._epoch:
-            self._moving.difference_update(record.keys[start : start + len(slots)])
-            new = self._tier.attach(record.keys, start, slots[:num_good], stored)
-            for index in range(stop - new, stop):
-                first_token = (index - start) * self._page
-                page = tuple(record.event_tokens[first_token : first_token + self._page])
-                self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
-        else:
-            self._tier.abandon(slots[:num_good])
-        self._tier.abandon(slots[num_good:])
+        """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`."""
+        stop = first + len(slots)
+        self._moving.difference_update(record.keys[first:stop])
+        new = self._tier.attach(record.keys, first, slots, stored)
+        for index in range(stop - new, stop):
+            token = (index - first_event) * self._page
+            page = tuple(record.event_tokens[token : token + self._page])
+            self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
 
     def _flush_on_hit(self, keys: Sequence[PageKey]) -> None:
         found = self._tier.match(keys, touch=False)
@@ -312,6 +371,8 @@ class Operations:
         return tracked.source.all_token_ids[start * self._page : stop * self._page]
 
     def _plan_empty(self) -> None:
+        self._acks: list[Ack] = []
+        self._asks: list[OpId] = []
         self._loads: list[LoadOp] = []
         self._saves: list[SaveOp] = []
         self._flushes: list[FlushOp] = []

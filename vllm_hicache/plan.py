@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, RequestId, Slot
+from vllm_hicache.entries import Entry, Mark
+from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, RequestId, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,47 +81,83 @@ def _require_pages(op: OpId, pages: tuple[PageMove, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Scheduler half to worker half, every step.
-
-    Attributes:
-        cancels: loads whose result nobody waits for any more.
-        idle: the engine computes nothing in this step, so that workers may wait a moment for what is under way.
-    """
-
-    loads: tuple[LoadOp, ...] = ()
-    saves: tuple[SaveOp, ...] = ()
-    flushes: tuple[FlushOp, ...] = ()
-    cancels: tuple[OpId, ...] = ()
-    idle: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class OpReport:
-    """One rank's answer to one operation.
+    """One rank's word on one operation, which replaces what it said before: nothing in it ever falls.
 
     Attributes:
         pages_done: leading pages that reached their destination.
         pages_held: leading pages whose slot holds checked bytes; at least `pages_done`.
-        reason: why it is not all of them.
+        phase: how far the operation has come on this rank.
+        reason: why it is not all pages.
     """
 
     rank: int
     op: OpId
     pages_done: int
     pages_held: int
+    phase: Phase = Phase.SETTLED
     reason: MissReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one rank's worker half has finished since it was asked last.
+class Ack:
+    """What all ranks have reached: the least of their reports. Numbers count from the operation's beginning.
+
+    Every rank consumes exactly these lengths, although it may have more; what is left over waits for the next one.
+    """
+
+    op: OpId
+    pages_done: int
+    pages_held: int
+    phase: Phase = Phase.SETTLED
+    reason: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Scheduler half to worker half, every step. Acknowledgements come first: operations build on them.
 
     Attributes:
-        received: requests whose blocks are no longer written, successful or not.
+        acks: what ranks are to consume, in this order.
+        cancels: loads whose result nobody waits for any more.
+        asks: operations of which a rank has been silent: every rank reports them again.
+        num_slots: pages of every host pool that are used, agreed at start.
+        idle: the engine computes nothing in this step, so that workers may wait a moment for what is under way.
+    """
+
+    acks: tuple[Ack, ...] = ()
+    loads: tuple[LoadOp, ...] = ()
+    saves: tuple[SaveOp, ...] = ()
+    flushes: tuple[FlushOp, ...] = ()
+    cancels: tuple[OpId, ...] = ()
+    asks: tuple[OpId, ...] = ()
+    num_slots: int = 0
+    idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one rank's worker half has to say since it was asked last.
+
+    Attributes:
+        reports: of operations that have come further.
+        entries: what it consumed, for the rank checker; `mark` is how far its log has come with them.
+        received: requests whose blocks are no longer written, successful or not, as acknowledged.
         invalid_blocks: blocks of those requests that do not hold what was promised.
     """
 
     reports: tuple[OpReport, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    mark: Mark | None = None
     received: frozenset[RequestId] = field(default_factory=frozenset)
     invalid_blocks: frozenset[BlockId] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, slots=True)
+class RankNews:
+    """One rank's part of a step's result that goes to the scheduler half."""
+
+    rank: int
+    reports: tuple[OpReport, ...]
+    entries: tuple[Entry, ...] = ()
+    mark: Mark | None = None

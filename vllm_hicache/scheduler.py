@@ -7,11 +7,17 @@ apart from a grace of half a millisecond that spares fast lookups an engine step
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from vllm_hicache.config import Config, PrefetchPolicy, WritePolicy
+from vllm_hicache.checker import Difference, RankChecker
+from vllm_hicache.config import Config, Consensus, PrefetchPolicy, WritePolicy
+from vllm_hicache.entries import Entry, Mark
+from vllm_hicache.errors import RanksDisagree
 from vllm_hicache.events import PageEvents
 from vllm_hicache.index.host import HostTier
 from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
@@ -24,7 +30,10 @@ from vllm_hicache.plan import OpReport, Plan
 from vllm_hicache.stores import StoreFactory
 from vllm_hicache.tracking import Answer, BlockHolds, TokenSource, Tracked
 
+logger = logging.getLogger(__name__)
+
 _GRACE_S = 0.0005
+_NOTHING: Mapping[int, Any] = MappingProxyType({})
 _RETRY_STEPS = 16
 
 
@@ -42,7 +51,7 @@ class SchedulerHalf:
     Args:
         block_tokens: tokens of a device block.
         num_slots: pages of the host pool, the minimum over ranks.
-        ranks: every rank that reports.
+        ranks: every rank that reports; the checker compares them where there are several.
         open_store: `None` without an L3 store.
         lookups: `None` without an L3 store.
         record_events: whether page events are collected.
@@ -67,6 +76,9 @@ class SchedulerHalf:
         self._open_store = open_store
         self._lookups = lookups
         self.events = PageEvents(record_events)
+        ranks = tuple(ranks)
+        watched = config.consensus != Consensus.OFF and len(ranks) > 1
+        self._checker = RankChecker(ranks) if watched else None
         has_store = open_store is not None
         self.tier = HostTier(num_slots, config.eviction, has_store and config.write == WritePolicy.BACK)
         self._operations = Operations(
@@ -86,7 +98,7 @@ class SchedulerHalf:
     @property
     def has_pending(self) -> bool:
         """Whether operations wait to be planned or acknowledged, so that the engine should keep stepping."""
-        return self._operations.num_open > 0
+        return self._operations.has_pending
 
     def begin(
         self,
@@ -176,16 +188,29 @@ class SchedulerHalf:
         self._set_gauges()
         return self._operations.take_plan(idle)
 
-    def report(self, reports: Iterable[OpReport]) -> None:
-        """Take reports of ranks, and commit every operation that all of them have answered."""
-        self._operations.report(reports)
-        self._set_gauges()
+    def report(
+        self,
+        reports: Iterable[OpReport],
+        entries: Mapping[int, Sequence[Entry]] = _NOTHING,
+        marks: Mapping[int, Mark | None] = _NOTHING,
+    ) -> None:
+        """Take reports of ranks, act on what all of them have reached, and compare what they say they did.
 
-    def received(self, request_id: RequestId) -> None:
-        """The engine was told that this request's load has ended."""
-        tracked = self._tracked.get(request_id)
-        if tracked is not None and tracked.load is not None:
-            self._operations.received(tracked.load)
+        Args:
+            entries: new lines of ranks' logs, by rank.
+            marks: how far those logs have come, by rank.
+
+        Raises:
+            RanksDisagree: the ranks differ, and `consensus` is `enforce`.
+        """
+        silences = self._operations.report(reports, time.monotonic())
+        self._set_gauges()
+        if self._checker is None:
+            return
+        found = [each for rank, new in entries.items() for each in self._checker.take(rank, new, marks.get(rank))]
+        found += [self._checker.silent(each.op, each.ranks, each.waited_s) for each in silences if each.is_late]
+        for difference in found:
+            self._differ(difference)
 
     def finished(self, request_id: RequestId) -> None:
         """The request has ended, in whatever state; what is under way for it ends by itself."""
@@ -217,6 +242,12 @@ class SchedulerHalf:
         """End the lookups."""
         if self._lookups is not None:
             self._lookups.close()
+
+    def _differ(self, difference: Difference) -> None:
+        self._metrics.count("rank_differences", difference.kind.value)
+        if self._config.consensus == Consensus.ENFORCE:
+            raise RanksDisagree(f"the ranks of this engine disagree, and consensus is 'enforce': {difference}")
+        logger.warning("The ranks of this engine disagree: %s", difference)
 
     def _enter(self, namespace: Namespace) -> None:
         self._namespace = namespace

@@ -36,13 +36,11 @@ class StoreOpener:
 
     Args:
         stack: opened, and probed as far as it could be.
-        grid: how pages are cut into its objects.
-        sealer: how those are sealed.
+        sealer: how its objects are sealed.
     """
 
-    def __init__(self, stack: StoreStack, grid: Grid, sealer: Sealer) -> None:
+    def __init__(self, stack: StoreStack, sealer: Sealer) -> None:
         self._stack = stack
-        self._grid = grid
         self._sealer = sealer
         self._announced: dict[bytes, Namespace] = {}
         # A store that comes late, or returns empty, has no record of what its pages are.
@@ -71,11 +69,11 @@ class StoreOpener:
         else:
             if not rights.write:
                 logger.warning("The store %s is read-only for this engine: hits work, nothing is saved", name)
-        return cls(stack, config.grid, sealer_for(secrets.seal_key))
+        return cls(stack, sealer_for(secrets.seal_key))
 
-    def chunks(self, namespace: bytes) -> ChunkStore:
-        """The chunks of one namespace (32-byte digest)."""
-        return ChunkStore(self._stack.store, namespace, self._grid, self._sealer)
+    def on(self, grid: Grid) -> StoreFactory:
+        """What opens the chunks of a namespace, of pages that are cut by `grid`."""
+        return lambda namespace: ChunkStore(self._stack.store, namespace, grid, self._sealer)
 
     def announce(self, namespace: Namespace) -> None:
         """Leave a readable record of the namespace's fields in the store, for `store ls` and `doctor`."""

@@ -89,11 +89,12 @@ class Tracked:
         return self.keys.keys
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenLoad:
     """A load on its way. `slots` are those of store pages [host_end, host_end + len(slots)).
 
-    `tracked` is `None` for a prefetch, which no request waits for.
+    `tracked` is `None` for a prefetch, which no request waits for. The first `attached` slots are in the tree
+    already, under the lease.
     """
 
     tracked: Tracked | None
@@ -104,6 +105,7 @@ class OpenLoad:
     lease: Lease
     epoch: int
     event_tokens: Sequence[int]
+    attached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,24 +1,33 @@
 """The worker half: carries out plans on one rank.
 
 One per rank, used on that rank's engine thread. It owns the host pool and the transfer engine and decides
-nothing: what to move comes with the plan, what came of it goes back with the report.
+nothing: what to move comes with the plan, what came of it goes back with the report, and what all ranks have agreed
+on is consumed when the plan acknowledges it. A rank that is alone agrees with itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
-from vllm_hicache.config import Config
+from vllm_hicache.config import Config, Consensus
+from vllm_hicache.consensus import Consumption
+from vllm_hicache.drills import Drill
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.geometry import Inventory, RankGeometry
+from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, RoleShape, held_heads
+from vllm_hicache.grid import Grid
+from vllm_hicache.inventory import Inventory
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.plan import Plan, StepResult
+from vllm_hicache.names import OpId, Phase
+from vllm_hicache.place import Place
+from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
+from vllm_hicache.ranklog import RankLog
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.stores import StoreFactory
 from vllm_hicache.transfer.copier import make_copier
-from vllm_hicache.transfer.device import DeviceCache
+from vllm_hicache.transfer.device import DeviceCache, RoleLayers
 from vllm_hicache.transfer.engine import TransferEngine
 from vllm_hicache.transfer.host import HostPool
 from vllm_hicache.units import format_bytes
@@ -31,11 +40,12 @@ class WorkerHalf:
     """See the module.
 
     Args:
+        place: which of the engine's ranks this is.
         caches: the engine's device tensors by layer name, [blocks, kv heads, tokens, content] each.
         block_tokens: tokens of a device block.
         encoding: how a slab's interior is laid out.
         available_bytes: host memory the machine has to spare; `None` where it does not say.
-        open_store: opens the store under a namespace; `None` without an L3 store.
+        open_store: opens the store for pages of a grid; `None` without an L3 store.
 
     Raises:
         ConfigError: the caches, the page and the pool do not fit together.
@@ -44,68 +54,133 @@ class WorkerHalf:
     def __init__(
         self,
         config: Config,
-        rank: int,
+        place: Place,
         caches: Mapping[str, torch.Tensor],
         block_tokens: int,
         encoding: str,
         metrics: Metrics,
         available_bytes: int | None,
-        open_store: StoreFactory | None = None,
+        open_store: Callable[[Grid], StoreFactory] | None = None,
     ) -> None:
         self._config = config
-        self._open_store = open_store
+        self._place = place
         self._stores: dict[bytes, ChunkStore] = {}
         cache = DeviceCache.from_tensors(caches, block_tokens)
-        geometry = RankGeometry(cache.layers, block_tokens, config.page_tokens_for(block_tokens), config.grid)
+        geometry = RankGeometry(_layout(config, place, cache), _holdings(place, cache))
+        self._open_store = open_store(geometry.layout.grid) if open_store is not None else None
         wanted = config.host_memory.resolve(cache.num_bytes)
-        if available_bytes is not None and wanted > available_bytes:
-            raise ConfigError(
-                f"host_memory asks for {format_bytes(wanted)} on rank {rank}, but the machine has "
-                f"{format_bytes(available_bytes)} available: set host_memory in kv_connector_extra_config"
-            )
-        self._pool = HostPool(
-            wanted // geometry.slot_bytes, geometry.slot_bytes, pin=cache.runs[0].view.device.type == "cuda"
+        _check_memory(wanted, place, available_bytes)
+        num_slots = wanted // geometry.slot_bytes
+        self._pool = HostPool(num_slots, geometry.slot_bytes, pin=cache.runs[0].view.device.type == "cuda")
+        self._inventory = Inventory(
+            place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_slots, encoding
         )
-        self._pool.commit_ahead()
-        self.inventory = Inventory(rank, cache.layers, geometry.slot_bytes, self._pool.num_slots, encoding)
-        copier = make_copier(cache, self._pool, geometry)
+        self._consumption = Consumption()
+        self._drill = (
+            Drill(Path(config.rank_faults).expanduser(), place.rank) if config.rank_faults is not None else None
+        )
+        self._log = self._make_log()
+        self._asked: set[OpId] = set()
+        self._reports: list[OpReport] = []
+        self._agreed = False
         self._engine = TransferEngine(
-            rank,
+            place.rank,
             self._pool,
             geometry,
-            copier,
+            make_copier(cache, self._pool, geometry),
             metrics,
             config.fetch_threads,
             config.flush_threads,
             config.flush_queue_pages,
         )
 
+    def hand_over(self) -> Inventory:
+        """What this rank holds. All ranks have looked at the free memory by now, so that it may be taken."""
+        self._pool.commit_ahead()
+        return self._inventory
+
     def start_loads(self, plan: Plan) -> None:
-        """Start the plan's loads, flushes and cancels. Blocks of loads may be written from now on."""
+        """Consume what is acknowledged, then start the plan's loads and flushes. Blocks of loads may now be written."""
+        if self._drill is not None:
+            self._drill.look()
+        self._agree(plan.num_slots)
+        self._consume_all(plan.acks)
         for op in plan.cancels:
             self._engine.cancel(op)
-        if plan.loads:
-            fence = self._engine.fence()
-            for load in plan.loads:
-                self._engine.load(load, self._store(load.namespace), fence)
+        repeated = self._consumption.repeated(plan.asks)
+        self._asked.update(report.op for report in repeated)
+        self._reports += repeated
+        fence = self._engine.fence() if plan.loads else None
+        for load in plan.loads:
+            self._engine.load(load, self._store(load.namespace), fence, self._begin(load))
         for flush in plan.flushes:
-            self._engine.flush(flush, self._store(flush.namespace))
+            self._engine.flush(flush, self._store(flush.namespace), self._begin(flush))
 
     def commit_saves(self, plan: Plan) -> None:
         """Start the plan's saves: forward and draft passes of the step have been submitted."""
-        if plan.saves:
-            fence = self._engine.fence()
-            for save in plan.saves:
-                self._engine.save(save, fence)
+        fence = self._engine.fence() if plan.saves else None
+        for save in plan.saves:
+            self._engine.save(save, fence, self._begin(save))
 
     def collect(self, plan: Plan) -> StepResult:
-        """What has finished since the last call. In an idle step, waits a moment for something to."""
-        return self._engine.collect(_IDLE_WAIT_S if plan.idle else 0.0)
+        """What has come further since the last call. In an idle step, waits a moment for something to."""
+        for report in self._engine.collect(_IDLE_WAIT_S if plan.idle else 0.0):
+            self._consumption.ready(report)
+            self._reports.append(report)
+        reports = self._take_reports()
+        if self._log is not None:
+            for report in reports:
+                if report.phase == Phase.SETTLED:
+                    self._log.done(report)
+        if self._place.is_alone:
+            self._consume_all([Ack(r.op, r.pages_done, r.pages_held, r.phase, r.reason) for r in reports])
+        received, invalid = self._consumption.take()
+        if self._log is None:
+            return StepResult(tuple(reports), received=received, invalid_blocks=invalid)
+        return StepResult(tuple(reports), self._log.take(), self._log.mark, received, invalid)
 
     def close(self) -> None:
         """Finish what is queued, within `shutdown_timeout_s`."""
         self._engine.close(self._config.shutdown_timeout_s)
         self._pool.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _make_log(self) -> RankLog | None:
+        if self._config.consensus == Consensus.OFF:
+            return None
+        directory = Path(self._config.consensus_dir).expanduser() if self._config.consensus_dir is not None else None
+        return RankLog(self._place.rank, self._pool.num_slots, directory)
+
+    def _agree(self, num_slots: int) -> None:
+        if not self._agreed and self._log is not None:
+            self._log.agreed(num_slots if self._drill is None else self._drill.capacity(num_slots))
+        self._agreed = True
+
+    def _begin(self, op: LoadOp | SaveOp | FlushOp) -> int | None:
+        """Begin an operation in this rank's books; leading pages whose slots are what the plan says, `None` for all."""
+        self._consumption.begin(op.op, self._place.rank, op if isinstance(op, LoadOp) else None)
+        if self._drill is not None:
+            self._drill.began(op, self._log)
+        return self._log.begin(op) if self._log is not None else None
+
+    def _consume_all(self, acks: Sequence[Ack]) -> None:
+        for ack in acks if self._drill is None else self._drill.acks(acks):
+            taken = self._consumption.consume(ack)
+            if taken is None:
+                continue
+            if ack.phase == Phase.RECEIVED:
+                # Where others gave up waiting for this rank, it stops working on what nobody waits for.
+                self._engine.cancel(ack.op)
+            if self._log is not None:
+                self._log.consume(taken)
+
+    def _take_reports(self) -> Sequence[OpReport]:
+        reports, self._reports = self._reports, []
+        if self._drill is not None:
+            reports = self._drill.reports(reports, self._asked)
+        self._asked.difference_update(report.op for report in reports)
+        return reports
 
     def _store(self, namespace: bytes) -> ChunkStore | None:
         if self._open_store is None:
@@ -113,3 +188,45 @@ class WorkerHalf:
         if namespace not in self._stores:
             self._stores[namespace] = self._open_store(namespace)
         return self._stores[namespace]
+
+
+def _check_memory(wanted: int, place: Place, available_bytes: int | None) -> None:
+    """Refuse a pool that this machine cannot give to each of its ranks."""
+    total = wanted * place.num_neighbours
+    if available_bytes is not None and total > available_bytes:
+        ranks = f"{place.num_neighbours} ranks, {format_bytes(total)} together" if place.num_neighbours > 1 else "it"
+        raise ConfigError(
+            f"host_memory asks for {format_bytes(wanted)} on rank {place.rank} ({ranks}), but the machine has "
+            f"{format_bytes(available_bytes)} available: set host_memory in kv_connector_extra_config"
+        )
+
+
+def _layout(config: Config, place: Place, cache: DeviceCache) -> PageLayout:
+    """The whole model's page, from what this rank holds and how the engine is cut."""
+    shapes = tuple(
+        RoleShape(each.role, place.layers_of(len(each.numbers)), place.heads_of(each.num_heads), each.slab_bytes)
+        for each in cache.roles
+    )
+    page_tokens = config.page_tokens_for(cache.block_tokens)
+    return PageLayout.suited(shapes, cache.block_tokens, page_tokens, config.grid)
+
+
+def _holdings(place: Place, cache: DeviceCache) -> tuple[Holding, ...]:
+    return tuple(_holding(place, each) for each in cache.roles)
+
+
+def _holding(place: Place, layers: RoleLayers) -> Holding:
+    heads, replica, num_replicas = held_heads(place.heads_of(layers.num_heads), place.tp_size, place.tp_rank)
+    if heads[1] - heads[0] != layers.num_heads:
+        raise ConfigError(
+            f"rank {place.rank} registered {layers.num_heads} KV heads of {layers.role} layers, but its share of "
+            f"{place.num_heads} is {heads[1] - heads[0]}: this model is not supported, run without the connector"
+        )
+    first = layers.numbers[0] if place.pp_size > 1 else 0
+    numbers = tuple(range(first, first + len(layers.numbers)))
+    if place.pp_size > 1 and layers.numbers != numbers:
+        raise ConfigError(
+            f"rank {place.rank} registered {layers.role} layers {list(layers.numbers)}, which are not consecutive: "
+            "this model is supported with pipeline_parallel_size=1 only"
+        )
+    return Holding(layers.role, (first, first + len(numbers)), heads, replica, num_replicas)

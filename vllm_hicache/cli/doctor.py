@@ -32,7 +32,7 @@ from vllm_hicache.machine import look_at_host
 from vllm_hicache.support import SUPPORTED, is_supported
 from vllm_hicache.units import format_bytes
 
-_FULL_ATTENTION = "full attention is supported so far, run this model without the connector"
+_FULL_ATTENTION = "full attention and MLA are supported so far, run this model without the connector"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -112,7 +112,7 @@ def settings_lines(asked: Asked) -> Iterator[Line]:
         value = _plain(getattr(asked.config, field.name))
         if field.name == "store":
             value = without_secrets(asked.config.store)
-        unset = BY_ENGINE if field.name == "page_tokens" else "not set"
+        unset = BY_ENGINE if field.name in ("page_tokens", "grid") else "not set"
         source = "" if field.name in asked.raw else "  (default)"
         yield ok(field.name, f"{unset if value is None else value}{source}", value)
 
@@ -136,7 +136,7 @@ def model_lines(asked: Asked, facts: ModelFacts | str | None) -> Iterator[Line]:
         yield ok(name, str(value), value) if value else warn(name, "config.json does not say")
     yield ok("dtype", facts.dtype or BY_ENGINE, facts.dtype)
     if facts.latent is not None:
-        yield fail("attention", f"MLA, {facts.latent} elements a token: {_FULL_ATTENTION}", facts.latent)
+        yield ok("attention", f"MLA, {facts.latent} elements a token, the same on every tensor rank", facts.latent)
     elif facts.layer_kinds:
         kinds = ", ".join(f"{count} {kind}" for kind, count in facts.layer_kinds.items())
         yield warn("attention", f"{kinds}: the engine may refuse it, {_FULL_ATTENTION}")
@@ -154,11 +154,17 @@ def _size_lines(config: Config, facts: ModelFacts) -> Iterator[Line]:
     yield ok("kv_bytes_per_token", f"{token_bytes} bytes over all ranks, 16-bit KV", token_bytes)
     yield ok("page_bytes", f"{format_bytes(page_bytes)} a page of {tokens} tokens{note}", page_bytes)
     yield ok("pages_per_gib", str((1 << 30) // page_bytes), (1 << 30) // page_bytes)
+    grid = facts.grid(config, page_bytes)
     try:
-        config.grid.layer_bounds(facts.layers or 1)
-        config.grid.head_bounds(facts.kv_heads or 1)
+        grid.layer_bounds(facts.layers or 1)
+        grid.head_bounds(facts.kv_heads or 1)
     except ConfigError as error:
         yield fail("grid", str(error))
+    else:
+        num_objects = grid.layer_groups * grid.head_groups
+        yield ok(
+            "objects", f"{num_objects} a page of {format_bytes(page_bytes // num_objects)}, grid {grid}", str(grid)
+        )
     host_bytes = config.host_memory.num_bytes
     if host_bytes is not None:
         held = host_bytes // page_bytes * tokens

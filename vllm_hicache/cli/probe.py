@@ -19,6 +19,7 @@ from pathlib import Path
 from vllm_hicache.config import Config
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.fingerprint import model_identity, weights_fingerprint
+from vllm_hicache.grid import Grid
 from vllm_hicache.namespace import FORMAT_VERSION
 from vllm_hicache.secrets import Secrets
 
@@ -94,6 +95,10 @@ class ModelFacts:
             return None
         return model_identity(self.fingerprint, f"torch.{dtype}")
 
+    def grid(self, config: Config, page_bytes: int) -> Grid:
+        """How pages of `page_bytes` are cut: as configured, or as suits this model."""
+        return config.grid or Grid.suited(self.layers or 1, self.kv_heads or 1, page_bytes)
+
     def dtype_of(self, model: str) -> str | None:
         """The element type in which these weights are the namespace's `model`; None for other weights."""
         return next((dtype for dtype in _DTYPES if self.identity(dtype) == model), None)
@@ -119,7 +124,7 @@ def look_at_model(path: Path) -> ModelFacts | str:
         fingerprint_s=seconds,
         problem=problem,
         layers=_count(text, _LAYERS),
-        kv_heads=_count(text, _KV_HEADS) or heads,
+        kv_heads=1 if latent else _count(text, _KV_HEADS) or heads,
         head_size=_count(text, ("head_dim",)) or (hidden // heads if hidden and heads else None),
         dtype=dtype if dtype in ("bfloat16", "float16") else None,
         quantization=None if text.get("quantization_config") else "none",
@@ -128,20 +133,29 @@ def look_at_model(path: Path) -> ModelFacts | str:
     )
 
 
+def _grid_text(grid: Grid, layers: int | None) -> str:
+    """The grid as engines announce it, or as it was given where it does not fit the model."""
+    try:
+        return str(grid.resolved(layers) if layers else grid)
+    except ConfigError:
+        return str(grid)
+
+
 def known_fields(config: Config, facts: ModelFacts | None, secrets: Secrets) -> dict[str, str | int]:
     """The namespace's fields that are known without an engine.
 
     They hold for an engine with `--dtype auto`, `--kv-cache-dtype auto` and no `--hf-overrides`.
     """
+    layers = facts.layers if facts else None
     fields: dict[str, str | int | None] = {
         "model": facts.identity(facts.dtype) if facts else None,
         "generation": config.generation,
         "kv_dtype": f"torch.{facts.dtype}" if facts and facts.dtype else None,
         "quantization": facts.quantization if facts else None,
-        "layers": facts.layers if facts else None,
+        "layers": layers,
         "kv_heads": facts.kv_heads if facts else None,
         "page_tokens": config.page_tokens,
-        "grid": str(config.grid),
+        "grid": _grid_text(config.grid, layers) if config.grid else None,
         "protection": secrets.protection,
         "format_version": FORMAT_VERSION,
     }

@@ -18,6 +18,7 @@ from vllm_hicache.cli.report import Line, fail, ok, warn
 from vllm_hicache.cli.trial import IN_FLIGHT, StoreSpeed
 from vllm_hicache.config import Config
 from vllm_hicache.errors import ConfigError, StoreError
+from vllm_hicache.grid import Grid
 from vllm_hicache.storage.base import Rights, Store, StoreOptions, StoreUsage
 from vllm_hicache.storage.envelope import sealer_for
 from vllm_hicache.storage.registry import open_store
@@ -115,8 +116,8 @@ def _measure(asked: Asked, facts: ModelFacts | None, opened: Opened, usage: Stor
         return trial.measure_reads(opened.store)
     config = asked.config or Config()
     page_bytes = facts.page_bytes(config.page_tokens_for(probe.block_tokens())) if facts else None
-    num_cells = config.grid.layer_groups * config.grid.head_groups
-    object_bytes = trial.object_bytes_of(page_bytes, num_cells)
+    grid = facts.grid(config, page_bytes) if facts and page_bytes else config.grid or Grid()
+    object_bytes = trial.object_bytes_of(page_bytes, grid.layer_groups * grid.head_groups)
     limit = None if usage is None else usage.capacity_bytes
     # A tenth is left: servers count more than our bytes against their limit.
     room_bytes = None if usage is None or limit is None else limit * 9 // 10 - usage.used_bytes

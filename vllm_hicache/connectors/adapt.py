@@ -21,10 +21,11 @@ from vllm_hicache.connectors import compat as compat
 from vllm_hicache.errors import ConfigError, UnsupportedEngineError
 from vllm_hicache.fingerprint import model_identity as fingerprint_identity
 from vllm_hicache.fingerprint import weights_fingerprint
-from vllm_hicache.geometry import Inventory
+from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey
 from vllm_hicache.names import BlockId
 from vllm_hicache.namespace import Namespace
+from vllm_hicache.place import Place
 from vllm_hicache.secrets import Secrets
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+_KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _PLAIN_DTYPES = frozenset({"auto", "bfloat16", "float16", "half", "float", "float32"})
 
 
@@ -69,8 +71,6 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         )
     parallel = vllm_config.parallel_config
     sizes = {
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
     }
@@ -99,10 +99,24 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
             "so far, run this one without the connector"
         )
     kind = type(groups[0].kv_cache_spec).__name__
-    if kind != "FullAttentionSpec":
+    if kind not in _KINDS:
         raise UnsupportedEngineError(
-            f"this model's KV cache is of kind {kind}; full attention is supported so far, run without the connector"
+            f"this model's KV cache is of kind {kind}; full attention and MLA are supported so far, run without the "
+            "connector"
         )
+
+
+def place(vllm_config: VllmConfig, rank: int | None = None) -> Place:
+    """This process's rank, or the given one, and how the engine cuts its model."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    return Place(
+        rank=parallel.rank if rank is None else rank,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        num_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        num_layers=model.get_total_num_hidden_layers(),
+        num_neighbours=parallel.local_world_size,
+    )
 
 
 def block_tokens(kv_cache_config: KVCacheConfig) -> int:
@@ -127,26 +141,25 @@ def slab_encoding(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> st
     return f"{backend}-b{spec.block_size}"
 
 
-def namespace(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config, inventory: Inventory
-) -> Namespace:
-    """The namespace of this engine, from its configuration and what a rank holds."""
+def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config, agreed: Agreed) -> Namespace:
+    """The namespace of this engine, from its configuration and what all ranks have in common."""
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     model = vllm_config.model_config
     cache_dtype = vllm_config.cache_config.cache_dtype
-    tokens = int(spec.block_size)
+    layout = agreed.layout
+    target = layout.roles[0]
     return Namespace(
         model=model_identity(vllm_config, config),
         generation=config.generation,
         kv_dtype=str(spec.dtype) if cache_dtype in _PLAIN_DTYPES else cache_dtype,
         quantization=str(model.quantization or "none"),
-        encoding=inventory.encoding,
-        layers=len(inventory.layers),
-        kv_heads=model.get_total_num_kv_heads(),
-        slab_bytes=inventory.layers[0].slab_bytes,
-        block_tokens=tokens,
-        page_tokens=config.page_tokens_for(tokens),
-        grid=str(config.grid),
+        encoding=agreed.encoding,
+        layers=target.num_layers,
+        kv_heads=target.num_heads,
+        slab_bytes=target.slab_bytes,
+        block_tokens=layout.block_tokens,
+        page_tokens=layout.page_tokens,
+        grid=str(layout.grid),
         protection=Secrets.from_environment(os.environ).protection,
     )
 

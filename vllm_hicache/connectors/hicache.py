@@ -86,7 +86,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's inventory."""
-        return HiCacheHandshake(self._worker.inventory)
+        return HiCacheHandshake(self._worker.hand_over())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start the step's loads; without synchronous ones vLLM calls this after the forward pass."""
@@ -113,9 +113,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's reports."""
-        reports = self._worker.take_reports()
-        return HiCacheWorkerMetadata(reports) if reports else None
+        """This rank's reports and log lines."""
+        news = self._worker.take_news()
+        return HiCacheWorkerMetadata((news,)) if news is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing to do: blocks that a save still reads are held in vLLM's own pool."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,15 +21,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_hicache.config import Config
+from vllm_hicache.config import Config, WritePolicy
 from vllm_hicache.connectors import adapt
-from vllm_hicache.errors import ConfigError, HiCacheError, InvariantError
+from vllm_hicache.errors import HiCacheError, InvariantError
 from vllm_hicache.events import PageStored
-from vllm_hicache.geometry import Inventory, RankGeometry
+from vllm_hicache.inventory import Inventory, agree, check_writers
 from vllm_hicache.lookup import StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, RequestId, Tier
-from vllm_hicache.plan import OpReport, Plan
+from vllm_hicache.plan import Plan, RankNews
 from vllm_hicache.scheduler import SchedulerHalf
 from vllm_hicache.stores import StoreOpener
 
@@ -64,13 +64,13 @@ class HiCacheHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class HiCacheWorkerMetadata(KVConnectorWorkerMetadata):
-    """Reports of one or more ranks, on vLLM's road to the scheduler."""
+    """News of one or more ranks, on vLLM's road to the scheduler."""
 
-    reports: tuple[OpReport, ...]
+    news: tuple[RankNews, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Reports of both; they name their rank, so none is lost and none counts twice."""
-        return HiCacheWorkerMetadata(self.reports + getattr(other, "reports", ()))
+        """News of both; they name their rank, so none is lost and none counts twice."""
+        return HiCacheWorkerMetadata(self.news + getattr(other, "news", ()))
 
 
 class SchedulerSide:
@@ -114,29 +114,29 @@ class SchedulerSide:
         Raises:
             ConfigError: ranks that do not fit together.
         """
+        if self._holds is None:
+            raise InvariantError("ranks handed over their inventories before the engine bound its cache manager")
         ranks = sorted(inventories, key=lambda inventory: inventory.rank)
-        if not ranks or self._holds is None:
-            raise ConfigError(f"{len(ranks)} ranks handed over an inventory, expected 1: this engine is not supported")
-        tokens = adapt.block_tokens(self._kv_cache_config)
-        first = ranks[0]
-        namespace = adapt.namespace(self._vllm_config, self._kv_cache_config, self._config, first)
-        geometry = RankGeometry(first.layers, tokens, namespace.page_tokens, self._config.grid)
-        lookups = StoreLookups(geometry.cells, self.metrics) if self._stores else None
+        agreed = agree(ranks, adapt.place(self._vllm_config, rank=0).num_ranks)
+        layout = agreed.layout
+        if self._stores and self._config.write != WritePolicy.NEVER:
+            check_writers(ranks, layout)
+        namespace = adapt.namespace(self._vllm_config, self._kv_cache_config, self._config, agreed)
         self._half = SchedulerHalf(
             self._config,
             namespace,
-            tokens,
-            min(rank.num_slots for rank in ranks),
+            layout.block_tokens,
+            agreed.num_slots,
             [rank.rank for rank in ranks],
             self._holds,
             self.metrics,
-            self._stores.chunks if self._stores else None,
-            lookups,
+            self._stores.on(layout.grid) if self._stores else None,
+            StoreLookups(layout.cells, self.metrics) if self._stores else None,
             self._record_events,
         )
         if self._stores:
             self._stores.announce(namespace)
-        self._say_hello(first)
+        self._say_hello(ranks)
 
     def new_request(self, request: Request) -> None:
         """Track a request. One whose tokens may change afterwards (a resumable session) is left alone."""
@@ -175,10 +175,9 @@ class SchedulerSide:
     def output(self, output: KVConnectorOutput) -> None:
         """Take the ranks' reports."""
         metadata = output.kv_connector_worker_meta
-        if isinstance(metadata, HiCacheWorkerMetadata):
-            self.half.report(metadata.reports)
-        for request_id in output.finished_recving or ():
-            self.half.received(RequestId(request_id))
+        news = metadata.news if isinstance(metadata, HiCacheWorkerMetadata) else ()
+        reports = [report for each in news for report in each.reports]
+        self.half.report(reports, {each.rank: each.entries for each in news}, {each.rank: each.mark for each in news})
 
     def finished(self, request: Request) -> None:
         """A request has ended."""
@@ -238,16 +237,24 @@ class SchedulerSide:
         (ids,) = self._manager.get_block_ids(request_id)
         return [BlockId(block) for block in ids]
 
-    def _say_hello(self, inventory: Inventory) -> None:
-        namespace = self.half.namespace
+    def _say_hello(self, ranks: Sequence[Inventory]) -> None:
+        namespace, num_slots = self.half.namespace, self.half.tier.num_slots
         logger.info(
-            "vllm-hicache is on: %d pages of %d tokens in host memory (%.2f GiB), store %s, namespace %s",
-            self.half.tier.num_slots,
+            "vllm-hicache is on: %d pages of %d tokens in host memory (%.2f GiB over %d ranks), store %s, grid %s, "
+            "namespace %s",
+            num_slots,
             namespace.page_tokens,
-            self.half.tier.num_slots * inventory.slot_bytes / 2**30,
+            num_slots * sum(rank.slot_bytes for rank in ranks) / 2**30,
+            len(ranks),
             self._stores.describe() if self._stores else "none",
+            namespace.grid,
             namespace.digest().hex()[:16],
         )
+        if len({rank.num_slots for rank in ranks}) > 1:
+            logger.info(
+                "Ranks have room for different numbers of pages, the least counts: %s",
+                ", ".join(f"rank {rank.rank} {rank.num_slots}" for rank in ranks),
+            )
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kv_load_failure_policy is 'fail': a page that cannot be read fails its request. "

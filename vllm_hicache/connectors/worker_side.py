@@ -13,12 +13,13 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from vllm_hicache.connectors import adapt
+from vllm_hicache.entries import Entry, Mark
 from vllm_hicache.errors import InvariantError
-from vllm_hicache.geometry import Inventory
+from vllm_hicache.inventory import Inventory
 from vllm_hicache.machine import look_at_host
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId
-from vllm_hicache.plan import OpReport, Plan
+from vllm_hicache.plan import OpReport, Plan, RankNews
 from vllm_hicache.stores import StoreOpener
 from vllm_hicache.worker import WorkerHalf
 
@@ -40,6 +41,8 @@ class WorkerSide:
         self._half: WorkerHalf | None = None
         self._invalid: frozenset[BlockId] = frozenset()
         self._reports: tuple[OpReport, ...] = ()
+        self._entries: tuple[Entry, ...] = ()
+        self._mark: Mark | None = None
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Build the half over the engine's tensors.
@@ -49,13 +52,13 @@ class WorkerSide:
         """
         self._half = WorkerHalf(
             self._config,
-            self._vllm_config.parallel_config.rank,
+            adapt.place(self._vllm_config),
             caches,
             adapt.block_tokens(self._kv_cache_config),
             adapt.slab_encoding(self._vllm_config, self._kv_cache_config),
             self.metrics,
             look_at_host().spare_bytes,
-            self._stores.chunks if self._stores else None,
+            self._stores.on if self._stores else None,
         )
 
     @property
@@ -69,10 +72,9 @@ class WorkerSide:
             raise InvariantError("the engine used the cache before it registered its KV tensors")
         return self._half
 
-    @property
-    def inventory(self) -> Inventory:
-        """What this rank holds."""
-        return self.half.inventory
+    def hand_over(self) -> Inventory:
+        """What this rank holds, once every rank has registered its caches."""
+        return self.half.hand_over()
 
     def start_loads(self, plan: Plan) -> None:
         """The step's forward pass has been submitted: loads may write to their blocks."""
@@ -87,6 +89,8 @@ class WorkerSide:
         result = self.half.collect(plan)
         self._invalid |= result.invalid_blocks
         self._reports += result.reports
+        self._entries += result.entries
+        self._mark = result.mark
         return KVConnectorTransferResults(finished_recving=set(result.received))
 
     def take_invalid_blocks(self) -> set[int]:
@@ -94,10 +98,13 @@ class WorkerSide:
         taken, self._invalid = self._invalid, frozenset()
         return set(taken)
 
-    def take_reports(self) -> tuple[OpReport, ...]:
-        """Reports for the scheduler half."""
-        taken, self._reports = self._reports, ()
-        return taken
+    def take_news(self) -> RankNews | None:
+        """What the scheduler half has to know of this rank; `None` where there is nothing new."""
+        reports, self._reports = self._reports, ()
+        entries, self._entries = self._entries, ()
+        if not reports and not entries:
+            return None
+        return RankNews(adapt.place(self._vllm_config).rank, reports, entries, self._mark)
 
     def close(self) -> None:
         """Finish what is queued and close the store."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_hicache.geometry import Cell, RankGeometry
+from vllm_hicache.geometry import Part, RankGeometry
 from vllm_hicache.plan import PageMove
 from vllm_hicache.transfer.device import DeviceCache, LayerRun
 from vllm_hicache.transfer.host import Bytes, HostPool
@@ -50,9 +50,9 @@ class Copier(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The part of a cell that lies in one run of device layers: [heads] x [layers low, high) of the run."""
+    """What of a part lies in one run of device layers: [heads] x [layers low, high) of the rank."""
 
-    cell: Cell
+    part: Part
     run: LayerRun
     low: int
     high: int
@@ -60,11 +60,11 @@ class _Piece:
 
 def _pieces(cache: DeviceCache, geometry: RankGeometry) -> list[_Piece]:
     pieces: list[_Piece] = []
-    for cell in geometry.cells:
+    for part in geometry.parts:
         for run in cache.runs:
-            bounds = cache.run_bounds(run, cell.role, cell.first_layer, cell.first_layer + cell.num_layers)
+            bounds = cache.run_bounds(run, part.cell.role, part.first_layer, part.first_layer + part.num_layers)
             if bounds is not None:
-                pieces.append(_Piece(cell, run, *bounds))
+                pieces.append(_Piece(part, run, *bounds))
     return pieces
 
 
@@ -77,9 +77,7 @@ class CpuCopier(Copier):
     num_load_threads = 2
 
     def __init__(self, cache: DeviceCache, pool: HostPool, geometry: RankGeometry) -> None:
-        self._pool = pool
-        self._blocks_per_page = geometry.blocks_per_page
-        self._pieces = [(piece, piece.run.view.numpy()) for piece in _pieces(cache, geometry)]
+        self._views = [_views(piece, pool, geometry.blocks_per_page) for piece in _pieces(cache, geometry)]
 
     def fence(self) -> Fence:
         """Nothing to wait for: the forward pass has returned when the engine's thread comes here."""
@@ -100,15 +98,22 @@ class CpuCopier(Copier):
                     np.copyto(host, device)
 
     def _pairs(self, move: PageMove, block: int, position: int) -> list[tuple[Bytes, Bytes]]:
-        pairs: list[tuple[Bytes, Bytes]] = []
-        for piece, view in self._pieces:
-            cell = piece.cell
-            units = self._pool.units(move.slot, cell, self._blocks_per_page)
-            host = units[:, piece.low - cell.first_layer : piece.high - cell.first_layer, position]
-            heads = slice(cell.first_head, cell.first_head + cell.num_heads)
-            low = piece.low - piece.run.first_layer
-            pairs.append((host, view[block, heads, low : low + piece.high - piece.low]))
-        return pairs
+        return [(slots[move.slot, :, :, position], blocks[block]) for slots, blocks in self._views]
+
+
+def _views(piece: _Piece, pool: HostPool, blocks_per_page: int) -> tuple[Bytes, Bytes]:
+    """A piece in all slots [slots, heads, layers, blocks of a page, slab] and in all blocks of the device.
+
+    Made once: with many small objects a page, cutting views out of the pool would take as long as the copies.
+    """
+    part, run = piece.part, piece.run
+    flat = pool.tensor.numpy()[:, part.offset : part.offset + part.num_bytes]
+    slots = flat.reshape(len(flat), part.num_heads, part.num_layers, blocks_per_page, -1)
+    device = run.view.numpy()[:, part.first_head : part.first_head + part.num_heads]
+    return (
+        slots[:, :, piece.low - part.first_layer : piece.high - part.first_layer],
+        device[:, :, piece.low - run.first_layer : piece.high - run.first_layer],
+    )
 
 
 class CudaCopier(Copier):
@@ -178,13 +183,13 @@ class CudaCopier(Copier):
     def _pairs(self, move: PageMove) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in self._pieces:
-            cell = piece.cell
-            flat = self._staging[cell.offset : cell.offset + cell.num_bytes]
-            units = flat.view(cell.num_heads, cell.num_layers, self._blocks_per_page, -1)
-            heads = slice(cell.first_head, cell.first_head + cell.num_heads)
+            part = piece.part
+            flat = self._staging[part.offset : part.offset + part.num_bytes]
+            units = flat.view(part.num_heads, part.num_layers, self._blocks_per_page, -1)
+            heads = slice(part.first_head, part.first_head + part.num_heads)
             low = piece.low - piece.run.first_layer
             for position, block in enumerate(move.blocks, start=move.first_block):
-                host = units[:, piece.low - cell.first_layer : piece.high - cell.first_layer, position]
+                host = units[:, piece.low - part.first_layer : piece.high - part.first_layer, position]
                 pairs.append((host, piece.run.view[block, heads, low : low + piece.high - piece.low]))
         return pairs
 

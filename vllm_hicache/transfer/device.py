@@ -14,10 +14,25 @@ from dataclasses import dataclass
 import torch
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.geometry import LayerShape
 from vllm_hicache.names import Role
 
 _DRAFT_PREFIX = "draft_model."
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLayers:
+    """The layers of one role on this rank.
+
+    Attributes:
+        numbers: their numbers in vLLM's names, ascending.
+        num_heads: KV heads that this rank holds of each.
+        slab_bytes: bytes of one (block, head) of each.
+    """
+
+    role: Role
+    numbers: tuple[int, ...]
+    num_heads: int
+    slab_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +59,13 @@ class DeviceCache:
     """All attention layers of one rank.
 
     Attributes:
-        layers: shapes in the order of (role, index).
+        roles: target, then draft where there is one.
         runs: views that cover every layer once.
         num_blocks: blocks of the device cache.
         block_tokens: tokens a block holds.
     """
 
-    layers: tuple[LayerShape, ...]
+    roles: tuple[RoleLayers, ...]
     runs: tuple[LayerRun, ...]
     num_blocks: int
     block_tokens: int
@@ -60,33 +75,47 @@ class DeviceCache:
         """Build views over registered tensors of shape [blocks, kv heads, tokens, content].
 
         Raises:
-            ConfigError: a layer whose slabs are not contiguous, or layers with different numbers of blocks.
+            ConfigError: a layer whose slabs are not contiguous, or layers of different shapes.
         """
-        named = sorted(caches.items(), key=lambda item: (_role(item[0]), _layer_number(item[0]), item[0]))
-        layers: list[LayerShape] = []
+        named = sorted(caches.items(), key=lambda item: (_layer_number(item[0]), item[0]))
+        roles: list[RoleLayers] = []
         runs: list[LayerRun] = []
         for role in (Role.TARGET, Role.DRAFT):
-            of_role = [(name, tensor) for name, tensor in named if _role(name) == role]
-            for index, (name, tensor) in enumerate(of_role):
-                _require_contiguous_slabs(name, tensor)
-                layers.append(LayerShape(name, role, index, tensor.shape[1], _slab_bytes(tensor)))
-            runs += _runs(role, [tensor for _, tensor in of_role])
+            of_role = {name: tensor for name, tensor in named if _role(name) == role}
+            if of_role:
+                roles.append(_role_layers(role, of_role))
+                runs += _runs(role, list(of_role.values()))
         counts = {tensor.shape[0] for tensor in caches.values()}
         if len(counts) > 1:
             raise ConfigError(
                 f"layers have different numbers of blocks {sorted(counts)}: this cache layout is not supported"
             )
-        return cls(tuple(layers), tuple(runs), counts.pop() if counts else 0, block_tokens)
+        return cls(tuple(roles), tuple(runs), counts.pop() if counts else 0, block_tokens)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole device cache of this rank."""
-        return self.num_blocks * sum(layer.num_heads * layer.slab_bytes for layer in self.layers)
+        return self.num_blocks * sum(each.num_heads * each.slab_bytes * len(each.numbers) for each in self.roles)
 
     def run_bounds(self, run: LayerRun, role: Role, first: int, stop: int) -> tuple[int, int] | None:
         """Part of layers [first, stop) of `role` that lies in `run`, or `None`."""
         low, high = max(first, run.first_layer), min(stop, run.first_layer + run.num_layers)
         return (low, high) if run.role == role and low < high else None
+
+
+def _role_layers(role: Role, tensors: Mapping[str, torch.Tensor]) -> RoleLayers:
+    shapes: dict[tuple[int, int], str] = {}
+    for name, tensor in tensors.items():
+        _require_contiguous_slabs(name, tensor)
+        shapes.setdefault((tensor.shape[1], _slab_bytes(tensor)), name)
+    if len(shapes) > 1:
+        listed = ", ".join(f"{shape} as in {name}" for shape, name in sorted(shapes.items()))
+        raise ConfigError(
+            f"the {role} layers have {len(shapes)} different shapes (kv heads, slab bytes): {listed}; "
+            "models with several shapes of KV are not supported yet, run without the connector"
+        )
+    ((num_heads, slab_bytes),) = shapes
+    return RoleLayers(role, tuple(_layer_number(name) for name in tensors), num_heads, slab_bytes)
 
 
 def _role(name: str) -> Role:

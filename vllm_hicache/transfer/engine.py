@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from vllm_hicache.errors import StoreError
-from vllm_hicache.geometry import RankGeometry
+from vllm_hicache.geometry import Part, RankGeometry
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, MissReason, OpId, RequestId
-from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp, StepResult
+from vllm_hicache.names import MissReason, OpId, Phase
+from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.transfer.copier import Copier, Fence
@@ -28,12 +28,13 @@ from vllm_hicache.transfer.tasks import LoadTask, WriteTask
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_S = 0.02
 _FLUSH_NICE = 19
 """Flushes take what computing leaves: nobody waits for them, and what is declined is offered again."""
 
 
 class TransferEngine:
-    """Moves what plans ask for and remembers what has come of it.
+    """Moves what plans ask for and tells what has come of it.
 
     Args:
         rank: stands in every report.
@@ -55,9 +56,9 @@ class TransferEngine:
     ) -> None:
         self._rank = rank
         self._pool = pool
-        self._cells = geometry.cells
+        self._geometry = geometry
+        self._whole_parts = [part for part in geometry.parts if part.is_whole]
         self._slot_bytes = geometry.slot_bytes
-        self._blocks_per_page = geometry.blocks_per_page
         self._copier = copier
         self._metrics = metrics
         # A queued flush holds its host pages: a store that is slow without failing must not take half of the pool.
@@ -70,22 +71,29 @@ class TransferEngine:
         self._loads: dict[OpId, LoadTask] = {}
         self._changed = threading.Condition()
         self._num_open = 0
-        self._reports: list[OpReport] = []
-        self._received: set[RequestId] = set()
-        self._invalid: set[BlockId] = set()
+        self._num_ended = 0
+        self._told: dict[OpId, OpReport] = {}
+        self._progress_from_s = 0.0
+        self._written: list[OpReport] = []
 
     def fence(self) -> Fence:
         """Mark the present for copies that are submitted with it."""
         return self._copier.fence()
 
-    def load(self, op: LoadOp, store: ChunkStore | None, fence: Fence) -> None:
-        """Start a load; `collect` tells of its end, whatever happens."""
+    def load(self, op: LoadOp, store: ChunkStore | None, fence: Fence, vouched: int | None = None) -> None:
+        """Start a load; `collect` tells of its end, whatever happens.
+
+        Args:
+            vouched: leading pages whose slots are what the plan says; the others are not touched. `None`: all.
+        """
         self._num_open += 1
         task = LoadTask(op, self._on_received, self._on_settled)
         self._loads[op.op] = task
         task.start()
+        if vouched is not None and vouched < len(op.pages):
+            task.fail(vouched, MissReason.DISAGREED)
         # One queue entry a page: a page is copied while the next one is still being read and checked.
-        for index, page in enumerate(op.pages):
+        for index, page in enumerate(op.pages[:vouched]):
             if not page.from_store:
                 if page.blocks:
                     self._loading.submit(partial(self._copy, task, index, fence))
@@ -95,23 +103,25 @@ class TransferEngine:
             else:
                 self._fetching.submit(partial(self._fetch, task, index, store, fence))
 
-    def save(self, op: SaveOp, fence: Fence) -> None:
-        """Start a save; the blocks must stay untouched until its report."""
+    def save(self, op: SaveOp, fence: Fence, vouched: int | None = None) -> None:
+        """Start a save; the blocks must stay untouched until its report. `vouched` as for a load."""
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
-        for index in range(len(op.pages)):
+        self._refuse(task, vouched)
+        for index in range(len(op.pages[:vouched])):
             self._saving.submit(partial(self._save, task, index, fence))
 
-    def flush(self, op: FlushOp, store: ChunkStore | None) -> None:
-        """Start a flush; declined as a whole when too much waits already."""
+    def flush(self, op: FlushOp, store: ChunkStore | None, vouched: int | None = None) -> None:
+        """Start a flush; declined as a whole when too much waits already. `vouched` as for a load."""
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
+        self._refuse(task, vouched)
         waiting = self._flushing.depth
         # One that finds the queue empty is taken whatever its length, or it would be declined for ever.
         declined = store is None or (waiting > 0 and waiting + len(op.pages) > self._flush_queue_pages)
         if declined:
             self._metrics.count("declined_pages", "flush", len(op.pages))
-        for index in range(len(op.pages)):
+        for index in range(len(op.pages[:vouched])):
             if declined or store is None:
                 self._end_write(task, index, MissReason.NO_SLOT)
             else:
@@ -123,26 +133,41 @@ class TransferEngine:
         if task is not None:
             task.cut(MissReason.CANCELLED)
 
-    def collect(self, wait_s: float = 0.0) -> StepResult:
-        """What has finished since the last call. Also applies time limits and sets the gauges.
+    def collect(self, wait_s: float = 0.0) -> list[OpReport]:
+        """Operations that have come further since the last call. Also applies time limits and sets the gauges.
 
         Args:
-            wait_s: longest wait, seconds, for something to finish where operations are open and nothing has.
+            wait_s: longest wait, seconds, for something to end where operations are open and nothing has.
         """
         if wait_s and self._num_open:
             with self._changed:
-                self._changed.wait_for(lambda: self._received or self._reports, timeout=wait_s)
+                self._changed.wait_for(lambda: self._num_ended, timeout=wait_s)
         now = time.monotonic()
         for task in list(self._loads.values()):
             task.cut_if_late(now)
         self._set_gauges()
         with self._changed:
-            self._num_open -= len(self._reports)
-            result = StepResult(tuple(self._reports), frozenset(self._received), frozenset(self._invalid))
-            self._reports, self._received, self._invalid = [], set(), set()
-        for report in result.reports:
-            self._loads.pop(report.op, None)
-        return result
+            ended, self._num_ended = self._num_ended, 0
+            written, self._written = self._written, []
+        # What is still under way is told of now and then: it lets others use the pages that have come.
+        tells = ended or now >= self._progress_from_s
+        reports = written + (self._loads_further() if tells else [])
+        if tells:
+            self._progress_from_s = now + _PROGRESS_S
+        self._num_open -= sum(report.phase == Phase.SETTLED for report in reports)
+        return reports
+
+    def _loads_further(self) -> list[OpReport]:
+        further = []
+        for op, task in list(self._loads.items()):
+            report = task.report(self._rank)
+            if report == self._told.get(op) or (report.phase == Phase.RUNNING and not report.pages_done):
+                continue
+            further.append(report)
+            self._told[op] = report
+            if report.phase == Phase.SETTLED:
+                del self._loads[op], self._told[op]
+        return further
 
     def close(self, timeout_s: float) -> None:
         """Finish saves and flushes for at most `timeout_s` seconds, then drop what is left, and say so."""
@@ -171,9 +196,13 @@ class TransferEngine:
                 self._loading.submit(partial(self._copy, task, index, fence))
 
     def _fetch_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
-        for cell in self._cells:
-            payload = self._pool.cell(page.slot, cell)
-            reason = store.load(ChunkId.of(page.key, cell), payload, cell.unit_bytes)
+        for part in self._geometry.parts:
+            cell, payload = part.cell, self._pool.part(page.slot, part)
+            chunk = ChunkId.of(page.key, cell)
+            if part.is_whole:
+                reason = store.load(chunk, payload, cell.unit_bytes)
+            else:
+                reason = store.load_part(chunk, part.runs, payload, cell.unit_bytes, cell.num_units)
             if reason is not None:
                 return reason
         return None
@@ -182,7 +211,7 @@ class TransferEngine:
         if not task.begin_copy(index):
             return
         page = task.op.pages[index]
-        num_bytes = self._slot_bytes * len(page.blocks) // self._blocks_per_page
+        num_bytes = self._slot_bytes * len(page.blocks) // self._geometry.blocks_per_page
         reason: MissReason | None = MissReason.ERROR
         try:
             reason = self._timed("load", partial(self._copier.load, (page,), fence), num_bytes)
@@ -192,7 +221,7 @@ class TransferEngine:
     def _save(self, task: WriteTask, index: int, fence: Fence) -> None:
         reason: MissReason | None = MissReason.ERROR
         try:
-            if not task.failed:
+            if task.is_wanted(index):
                 reason = self._timed("save", partial(self._copier.save, (task.pages[index],), fence))
         finally:
             self._end_write(task, index, reason)
@@ -200,38 +229,47 @@ class TransferEngine:
     def _flush(self, task: WriteTask, index: int, store: ChunkStore) -> None:
         reason: MissReason | None = MissReason.ERROR
         try:
-            if not task.failed:
-                reason = self._timed("flush", partial(self._flush_page, task.pages[index], store))
+            if task.is_wanted(index):
+                page = task.pages[index]
+                parts = [
+                    part for part in self._geometry.parts if part.is_whole and self._geometry.writes(page.key, part)
+                ]
+                num_bytes = sum(part.num_bytes for part in parts)
+                reason = self._timed("flush", partial(self._flush_page, page, parts, store), num_bytes)
         except StoreError as error:
             self._count_error("flush", error)
             reason = MissReason.UNAVAILABLE
         finally:
             self._end_write(task, index, reason)
 
-    def _flush_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
-        for cell in self._cells:
-            store.save(ChunkId.of(page.key, cell), self._pool.cell(page.slot, cell), cell.unit_bytes)
+    def _flush_page(self, page: PageMove, parts: Sequence[Part], store: ChunkStore) -> MissReason | None:
+        for part in parts:
+            store.save(ChunkId.of(page.key, part.cell), self._pool.part(page.slot, part), part.cell.unit_bytes)
         return None
+
+    def _refuse(self, task: WriteTask, vouched: int | None) -> None:
+        """End pages whose slots are not what the plan says, without touching them."""
+        for index in range(len(task.pages) if vouched is None else vouched, len(task.pages)):
+            self._end_write(task, index, MissReason.DISAGREED)
 
     def _end_write(self, task: WriteTask, index: int, reason: MissReason | None) -> None:
         if task.end(index, reason):
             with self._changed:
-                self._reports.append(task.report(self._rank))
+                self._written.append(task.report(self._rank))
+                self._num_ended += 1
                 self._changed.notify()
 
     def _on_received(self, task: LoadTask) -> None:
         if task.was_cut and task.reason is not None:
             self._metrics.count("misses", task.reason.value, len(task.op.pages) - task.pages_done)
-        if task.op.request_id is None:
-            return
-        with self._changed:
-            self._received.add(task.op.request_id)
-            self._invalid |= task.invalid_blocks()
-            self._changed.notify()
+        self._note_end()
 
     def _on_settled(self, task: LoadTask) -> None:
+        self._note_end()
+
+    def _note_end(self) -> None:
         with self._changed:
-            self._reports.append(task.report(self._rank))
+            self._num_ended += 1
             self._changed.notify()
 
     def _timed(

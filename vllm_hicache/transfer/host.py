@@ -1,7 +1,7 @@
 """The host pool: one rank's L2 memory, page-first.
 
-Owned by the worker half. A slot holds one page of this rank as the concatenation of its cells, so that every
-stored object is one contiguous range of it. Which slot holds which page is the scheduler half's business; here
+Owned by the worker half. A slot holds one page of this rank as the concatenation of its parts of cells, so that
+every object it writes is one contiguous range of it. Which slot holds which page is the scheduler half's business; here
 are bytes only. Any thread may touch a slot that an operation it runs has been given.
 """
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_hicache.errors import ConfigError
-from vllm_hicache.geometry import Cell
+from vllm_hicache.geometry import Part
 from vllm_hicache.machine import neighbouring_cpus, run_on
 from vllm_hicache.names import Slot
 from vllm_hicache.units import format_bytes
@@ -88,14 +88,14 @@ class HostPool:
             if failed or self._closing.is_set():
                 return
 
-    def cell(self, slot: Slot, cell: Cell) -> memoryview:
-        """Writable bytes of one cell of a slot, contiguous, `cell.num_bytes` long."""
-        return self._bytes[slot, cell.offset : cell.offset + cell.num_bytes].data
+    def part(self, slot: Slot, part: Part) -> memoryview:
+        """Writable bytes of one part of a slot, contiguous, `part.num_bytes` long."""
+        return self._bytes[slot, part.offset : part.offset + part.num_bytes].data
 
-    def units(self, slot: Slot, cell: Cell, blocks_per_page: int) -> Bytes:
-        """One cell of a slot, uint8 [num_heads, num_layers, blocks_per_page, slab_bytes]; a view."""
-        flat = self._bytes[slot, cell.offset : cell.offset + cell.num_bytes]
-        return flat.reshape(cell.num_heads, cell.num_layers, blocks_per_page, cell.unit_bytes // blocks_per_page)
+    def units(self, slot: Slot, part: Part, blocks_per_page: int) -> Bytes:
+        """One part of a slot, uint8 [num_heads, num_layers, blocks_per_page, slab_bytes]; a view."""
+        flat = self._bytes[slot, part.offset : part.offset + part.num_bytes]
+        return flat.reshape(part.num_heads, part.num_layers, blocks_per_page, part.cell.unit_bytes // blocks_per_page)
 
 
 def _register(tensor: torch.Tensor) -> None:

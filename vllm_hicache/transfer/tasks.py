@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-from vllm_hicache.names import BlockId, MissReason, OpId
+from vllm_hicache.names import MissReason, OpId, Phase
 from vllm_hicache.plan import LoadOp, OpReport, PageMove
 
 
@@ -122,17 +122,15 @@ class LoadTask:
         if self._deadline is not None and now >= self._deadline and not self._received:
             self.cut(MissReason.TIMEOUT)
 
-    def invalid_blocks(self) -> set[BlockId]:
-        """Blocks that do not hold what was promised. Valid once received."""
-        failed = {block for page in self.op.pages[self.pages_done :] for block in page.blocks}
-        return failed.union(self.op.unserved)
-
     def report(self, rank: int) -> OpReport:
-        """The report of a settled task."""
-        held = self.pages_done
-        while held < len(self._states) and self._states[held] >= PageState.HELD:
-            held += 1
-        return OpReport(rank, self.op.op, self.pages_done, held, self.reason)
+        """How far the load has come. Nothing in it is less than in an earlier one."""
+        with self._lock:
+            done = self.pages_done if self._received else self._leading
+            held = done
+            while held < len(self._states) and self._states[held] >= PageState.HELD:
+                held += 1
+            phase = Phase.SETTLED if self._settled else Phase.RECEIVED if self._received else Phase.RUNNING
+            return OpReport(rank, self.op.op, done, held, phase, self.reason if self._received else None)
 
     def _fall_to(self, limit: int, reason: MissReason) -> None:
         if limit < self._limit:
@@ -163,6 +161,7 @@ class WriteTask:
         self._lock = threading.Lock()
         self._done = [False] * len(pages)
         self._open = len(pages)
+        self._limit = len(pages)
         self._reason: MissReason | None = None
 
     def end(self, index: int, reason: MissReason | None) -> bool:
@@ -170,15 +169,16 @@ class WriteTask:
         with self._lock:
             self._open -= 1
             self._done[index] = reason is None
+            if reason is not None:
+                self._limit = min(self._limit, index)
             self._reason = self._reason or reason
             return self._open == 0
 
-    @property
-    def failed(self) -> bool:
-        """Whether a page has failed already, so that later ones need not be tried."""
-        return self._reason is not None
+    def is_wanted(self, index: int) -> bool:
+        """Whether no page before this one has failed yet, so that it is worth trying."""
+        return index < self._limit
 
     def report(self, rank: int) -> OpReport:
         """The report of a finished task."""
         done = next((index for index, done in enumerate(self._done) if not done), len(self._done))
-        return OpReport(rank, self.op, done, done, self._reason)
+        return OpReport(rank, self.op, done, done, Phase.SETTLED, self._reason)

@@ -1,0 +1,51 @@
+"""How an engine is cut over ranks, and what vLLM on a CPU needs to be started so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Ranks of an engine: `tensor` share each layer's heads, `pipeline` share the layers."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def name(self) -> str:
+        """As in `TP2`, `PP2`, `TP2 PP2`; one rank is `TP1`."""
+        sizes = {"TP": self.tensor, "PP": self.pipeline}
+        return " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) or "TP1"
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes."""
+        return self.tensor * self.pipeline
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Arguments of `vllm.LLM`. Stages of a pipeline must be compiled on a CPU: without, vLLM 0.32 refuses them."""
+        return {
+            "tensor_parallel_size": self.tensor,
+            "pipeline_parallel_size": self.pipeline,
+            "enforce_eager": self.pipeline == 1,
+        }
+
+    def environment(self, cpus: Collection[int]) -> dict[str, str]:
+        """Gives each rank cores of its own; empty for one rank, for which vLLM itself does well.
+
+        Raises:
+            ValueError: fewer cores than ranks.
+        """
+        if self.num_ranks == 1:
+            return {}
+        share = len(cpus) // self.num_ranks
+        if not share:
+            raise ValueError(
+                f"{self.name} has {self.num_ranks} ranks for {len(cpus)} cores: run it where each rank has a core"
+            )
+        ordered = [str(cpu) for cpu in sorted(cpus)]
+        shares = [ordered[rank * share : (rank + 1) * share] for rank in range(self.num_ranks)]
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(",".join, shares))}

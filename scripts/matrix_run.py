@@ -1,0 +1,232 @@
+"""Which engine can read what which engine wrote: every pair of cuts, on real engines and a real Redis.
+
+    scripts/matrix [--json PATH] [--svg PATH] [--quick] [--models NAME,...] [--cuts NAME,...]
+
+A writer engine computes three prompts of random tokens and ends; then, for every cut, a fresh engine in a process of
+its own reads their pages from the store. A cell holds when all pages are restored, every slab of every layer and head
+has the writer's bytes, and the answer is that of vLLM's own prefix-cache hit in the same engine. Beside it stands what
+the reader computes itself, and how well it repeats itself.
+
+The models: eight KV heads (random weights), one KV head (random weights, held twice under TP2), and SmolLM2, whose
+three heads two ranks cannot share. Takes about 15 minutes and 6 GB of memory on two cores; `--quick` 3 minutes, for
+the first model between TP2 and PP2. Exits with 1 if a cell does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from engine_process import EngineError
+from matrix_cut import Cut
+from matrix_engine import PAGE_TOKENS, Job, Record, Settings, run_job
+from matrix_report import Cell, PromptFigures, assemble_result, draw, table
+from prepare_model import default_cache, prepare_model
+from random_model import VOCABULARY, random_model
+from redis import Redis
+from redis_server import RedisServer
+
+OUT = Path(__file__).resolve().parent.parent / "out"
+PROMPT_TOKENS = (5 * PAGE_TOKENS, 7 * PAGE_TOKENS + 37, 3 * PAGE_TOKENS + 1)
+REDIS_CONFIG = ("maxmemory 2gb",)
+TP1, TP2, PP2 = Cut(), Cut(tensor=2), Cut(pipeline=2)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the matrix; `make` returns its directory, given one that it may make.
+
+    `grid` gives every rank of every cut whole cells.
+    """
+
+    name: str
+    grid: str
+    cuts: tuple[Cut, ...]
+    make: Callable[[Path], Path]
+
+
+MODELS = (
+    Model("8 KV heads", "2x2", (TP1, TP2, PP2), random_model),
+    Model("1 KV head", "1x1", (TP1, TP2), lambda directory: random_model(directory, num_kv_heads=1)),
+    Model("SmolLM2", "2x1", (TP1, PP2), lambda _: prepare_model(default_cache())),
+)
+QUICK = (Model("8 KV heads", "2x2", (TP2, PP2), random_model),)
+
+
+@dataclass(slots=True)
+class Matrix:
+    """The runs, one engine at a time. `folder` holds models and pages while it lasts, `log` vLLM's lines."""
+
+    server: RedisServer
+    folder: Path
+    log: Path
+    began_s: float = field(default_factory=time.monotonic)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def cells(self, model: Model) -> Iterator[Cell]:
+        """All pairs of the model's cuts."""
+        directory = model.make(self.folder / f"model-{model.name.replace(' ', '-')}")
+        for writer in model.cuts:
+            yield from self._row(model, directory, writer)
+
+    def _row(self, model: Model, directory: Path, writer: Cut) -> Iterator[Cell]:
+        """One writer with all its readers, on a store that holds nothing yet."""
+        with Redis.from_url(self.server.url) as client:
+            client.flushall()
+        prompts = [prompt_of(num_tokens, seed) for seed, num_tokens in enumerate(PROMPT_TOKENS)]
+        connector = connector_of(self.server.url, model.grid, f"matrix-{writer.name}")
+        began_s = time.monotonic()
+        with self._pages() as folder:
+            written: Record | str
+            try:
+                written = self._run(Job.WRITE, Settings(str(directory), writer, connector, prompts), folder)
+            except EngineError as error:
+                written = f"writer: {error}"
+            self._say(f"{model.name}: {writer.name} writes", began_s)
+            for reader in model.cuts:
+                began_s = time.monotonic()
+                settings = Settings(str(directory), reader, connector, prompts)
+                figures, error_text = self._read(settings, written) if isinstance(written, Record) else ([], written)
+                seconds = self._say(f"{model.name}: {reader.name} reads what {writer.name} wrote", began_s)
+                yield Cell(model.name, writer.name, reader.name, seconds, figures, error_text)
+
+    def _read(self, settings: Settings, written: Record) -> tuple[list[PromptFigures], str | None]:
+        with self._pages() as folder:
+            try:
+                found = self._run(Job.READ, settings, folder)
+                triples = zip(settings.prompts, written.takes, found.takes, strict=True)
+                return [PromptFigures.of(len(prompt), theirs, ours) for prompt, theirs, ours in triples], None
+            except (EngineError, ValueError) as error:  # a cell that fails; the others are still of interest
+                return [], f"reader: {error}"
+
+    def _run(self, job: Job, settings: Settings, folder: Path) -> Record:
+        record = run_job(job, settings, folder, self.log)
+        self.versions |= record.versions
+        return record
+
+    @contextmanager
+    def _pages(self) -> Iterator[Path]:
+        """A folder's name for a job, whose pages are no longer wanted at the end."""
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="job-") as folder:
+            yield Path(folder) / "pages"
+
+    def _say(self, text: str, began_s: float) -> float:
+        """Progress, apart from the result; returns the seconds since `began_s`."""
+        now_s = time.monotonic()
+        minutes, rest = divmod(int(now_s - self.began_s), 60)
+        print(f"[{minutes}:{rest:02}] {text} ({now_s - began_s:.0f} s)", file=sys.stderr, flush=True)
+        return now_s - began_s
+
+
+def connector_of(url: str, grid: str, generation: str) -> dict[str, str | int | float]:
+    """The connector's settings, the same in all engines that share; the lookup is not to fail on a busy machine."""
+    return {
+        "store": url,
+        "grid": grid,
+        "generation": generation,
+        "host_memory": "512MiB",
+        "page_tokens": PAGE_TOKENS,
+        "lookup_timeout_s": 5.0,
+        "prefetch": "wait_complete",
+    }
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    """Random token ids, which share no page with another seed's."""
+    source = random.Random(seed)
+    return [source.randrange(16, VOCABULARY) for _ in range(num_tokens)]
+
+
+def measure(models: Sequence[Model]) -> tuple[list[Cell], dict[str, str], float]:
+    """All cells, the versions they were measured with, and seconds."""
+    began_s = time.monotonic()
+    OUT.mkdir(exist_ok=True)
+    log = OUT / "matrix.log"
+    log.unlink(missing_ok=True)
+    scratch = tempfile.TemporaryDirectory(dir=OUT, prefix="matrix-", ignore_cleanup_errors=True)
+    with scratch as folder, RedisServer(Path(folder) / "redis", config=REDIS_CONFIG) as server:
+        matrix = Matrix(server, Path(folder), log)
+        cells = [cell for model in models for cell in matrix.cells(model)]
+        return cells, matrix.versions, time.monotonic() - began_s
+
+
+def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line: see the module; `models` become those to run."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/matrix", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=OUT / "matrix.json", help="result (default: out/matrix.json)")
+    parser.add_argument("--svg", type=Path, help="picture of the matrix")
+    parser.add_argument("--quick", action="store_true", help="one model, TP2 and PP2 (3 minutes)")
+    parser.add_argument("--models", help="only these, such as 'SmolLM2,1 KV head'")
+    parser.add_argument("--cuts", help="only these, such as TP1,PP2")
+    args = parser.parse_args(arguments)
+    try:
+        args.models = chosen(QUICK if args.quick else MODELS, args.models, args.cuts)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def chosen(models: Sequence[Model], names: str | None, cuts: str | None) -> list[Model]:
+    """The models and cuts that are named; all where nothing is.
+
+    Raises:
+        ValueError: a name is unknown, or nothing is left.
+    """
+    known = {model.name for model in models}, {cut.name for model in models for cut in model.cuts}
+    wanted = [set(text.split(",")) if text else all_names for text, all_names in zip((names, cuts), known, strict=True)]
+    for asked, all_names in zip(wanted, known, strict=True):
+        if asked - all_names:
+            raise ValueError(f"unknown {sorted(asked - all_names)}: there are {sorted(all_names)}")
+    found = [
+        Model(model.name, model.grid, tuple(cut for cut in model.cuts if cut.name in wanted[1]), model.make)
+        for model in models
+        if model.name in wanted[0]
+    ]
+    if not all(model.cuts for model in found):
+        raise ValueError(f"a model has none of the cuts {cuts}: name its cuts or leave it out")
+    return found
+
+
+def stop(signum: int, frame: FrameType | None) -> NoReturn:
+    """Ends as after Ctrl-C: the engine and the server are stopped and what they wrote is removed."""
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    """Run, show, and say whether every cell holds."""
+    args = read_arguments()
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        cells, versions, seconds = measure(args.models)
+    except (OSError, RuntimeError) as error:  # a server or a model that is not there
+        print(f"scripts/matrix: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("scripts/matrix: stopped", file=sys.stderr)
+        return 130
+    args.json.write_text(json.dumps(assemble_result(cells, versions, seconds), indent=2) + "\n")
+    if args.svg is not None:
+        draw(cells, args.svg)
+    print(table(cells), f"result in {args.json}", sep="\n\n")
+    failed = [cell for cell in cells if cell.problems]
+    for cell in failed:
+        for problem in cell.problems:
+            print(f"scripts/matrix: {cell.model}, {cell.writer} -> {cell.reader}: {problem}", file=sys.stderr)
+    return 1 if failed or not cells else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""One rank of the simulated engine: a device of its own, one connector with the worker's role, and steps in order.
+
+A step is taken down when it is scheduled, because a rank may run it when the scheduler is further already. The order
+of calls is that of vLLM's CPU and GPU runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import xor
+
+import numpy as np
+import torch
+from simulated_model import BLOCK, HEAD_SIZE, POISON, WORDS, Share, Truth, Words, folded, next_token
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from vllm_hicache.connectors.hicache import HiCacheConnector
+from vllm_hicache.names import Slot
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a step computes of one request: tokens [start, end); attention sees all before `end`.
+
+    `samples`: whether a token is sampled, as everywhere but in the middle of a prompt.
+    """
+
+    name: str
+    start: int
+    end: int
+    blocks: Sequence[int]
+    tokens: Sequence[int]
+    truth: Truth
+    samples: bool
+
+
+@dataclass
+class Batch:
+    """A scheduled step, and what the ranks that have run it have to say.
+
+    `poisoned` are blocks that hold nothing, or something else than before. `folds` are of each rank's part, by rank,
+    one for each span.
+    """
+
+    number: int
+    output: SchedulerOutput
+    spans: Sequence[Span]
+    poisoned: Sequence[int]
+    results: dict[int, KVConnectorOutput | None] = field(default_factory=dict)
+    folds: dict[int, list[int]] = field(default_factory=dict)
+
+    def result(self, rank: int, is_last_stage: bool) -> ModelRunnerOutput:
+        """A rank's answer to the executor, in a copy of its own as between processes."""
+        connector = self.results[rank]
+        if not is_last_stage or not self.spans:
+            return copy(ModelRunnerOutput.with_kv_conn_output_only(connector))
+        output = self._sampled()
+        output.kv_connector_output = connector
+        return output
+
+    def _sampled(self) -> ModelRunnerOutput:
+        names = [span.name for span in self.spans]
+        whole = [reduce(xor, folds, 0) for folds in zip(*self.folds.values(), strict=True)]
+        tokens = [[next_token(fold)] if span.samples else [] for span, fold in zip(self.spans, whole, strict=True)]
+        return ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens)
+
+
+class SimulatedRank:
+    """See the module.
+
+    Args:
+        config: this rank's, `None` without a connector.
+        before_forward: called before each forward pass.
+    """
+
+    def __init__(
+        self, number: int, share: Share, num_blocks: int, config: VllmConfig | None, before_forward: Callable[[], None]
+    ) -> None:
+        self.number = number
+        self.share = share
+        self._before_forward = before_forward
+        # [layers, blocks, heads, WORDS, tokens]: as on the CPU, the interior of a slab is not token-major.
+        shape = (share.num_layers, num_blocks, share.num_heads, WORDS, BLOCK)
+        self.device: Words = np.full(shape, POISON, np.uint64)
+        self.worker = self._start(config) if config is not None else None
+
+    def _start(self, config: VllmConfig) -> HiCacheConnector:
+        num_layers, num_blocks, num_heads = self.device.shape[:3]
+        worker = HiCacheConnector(config, KVConnectorRole.WORKER, self.share.cache_config(num_blocks))
+        shape = (num_layers, num_blocks, num_heads, BLOCK, 2 * HEAD_SIZE)
+        tensors = torch.from_numpy(self.device.view(np.int64)).view(torch.bfloat16).reshape(shape)
+        worker.register_kv_caches(dict(zip(self.share.layer_names, tensors, strict=True)))
+        return worker
+
+    def handshake(self) -> KVConnectorHandshakeMetadata | None:
+        """This rank's inventory."""
+        return self.worker.get_handshake_metadata()
+
+    def host_bytes(self, slot: Slot) -> bytes:
+        """What a slot of its host pool holds."""
+        return self.worker._worker.half._pool.tensor[slot].numpy().tobytes()
+
+    def run(self, batch: Batch) -> None:
+        """Run a step; the connector's part of the answer stays in the batch."""
+        self.device[:, batch.poisoned] = POISON
+        if self.worker is None:
+            batch.folds[self.number] = self._forward(batch)
+            batch.results[self.number] = None
+            return
+        metadata = batch.output.kv_connector_metadata
+        assert not batch.output.has_sync_kv_loads
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        batch.folds[self.number] = self._forward(batch)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        transfers = self.worker.get_transfer_results(batch.output.finished_req_ids)
+        batch.results[self.number] = KVConnectorOutput(
+            finished_sending=transfers.finished_sending,
+            finished_recving=transfers.finished_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=self.worker.get_kv_connector_stats(),
+            kv_cache_events=self.worker.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+
+    def close(self) -> None:
+        """Stop the connector."""
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    def _forward(self, batch: Batch) -> list[int]:
+        self._before_forward()
+        for span in batch.spans:
+            self._compute(span)
+        return [self._attend(batch, span) for span in batch.spans]
+
+    def _words(self, span: Span) -> Words:
+        """What this rank's part must be, up to the span's end."""
+        return span.truth.words(span.tokens[: span.end])[:, self.share.layers, self.share.heads]
+
+    def _compute(self, span: Span) -> None:
+        positions = np.arange(span.start, span.end)
+        blocks = np.array(span.blocks)[positions // BLOCK]
+        self.device.transpose(1, 4, 0, 2, 3)[blocks, positions % BLOCK] = self._words(span)[span.start :]
+
+    def _attend(self, batch: Batch, span: Span) -> int:
+        """Read all that attention would read, and compare it; it folded, nothing of it from a replica."""
+        blocks = list(span.blocks[: -(-span.end // BLOCK)])
+        seen = self.device[:, blocks].transpose(1, 4, 0, 2, 3).reshape(-1, *self._words(span).shape[1:])[: span.end]
+        wrong = np.argwhere(seen != self._words(span))
+        if len(wrong):
+            position, layer, head, _ = wrong[0]
+            raise AssertionError(
+                f"step {batch.number}, rank {self.number}: request {span.name} sees wrong KV at position {position} of "
+                f"{span.end}, its layer {layer}, its head {head}; {len(set(wrong[:, 0]))} positions are wrong"
+            )
+        return folded(seen) if self.share.replica == 0 else 0
