@@ -7,9 +7,10 @@ its own reads their pages from the store. A cell holds when all pages are restor
 has the writer's bytes, and the answer is that of vLLM's own prefix-cache hit in the same engine. Beside it stands what
 the reader computes itself, and how well it repeats itself.
 
-The models: eight KV heads (random weights), one KV head (random weights, held twice under TP2), and SmolLM2, whose
-three heads two ranks cannot share. Takes about 15 minutes and 6 GB of memory on two cores; `--quick` 3 minutes, for
-the first model between TP2 and PP2. Exits with 1 if a cell does not hold.
+The models: eight KV heads (random weights), the same with one object a page, of which ranks read byte ranges, one KV
+head (random weights, held twice under TP2), and SmolLM2, whose three heads two ranks cannot share. Starts 27 engines,
+one at a time, of about a minute each on two cores; `--quick` starts six, for the first model between TP2 and PP2. Exits
+with 1 if a cell does not hold.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -47,21 +48,48 @@ TP1, TP2, PP2 = Cut(), Cut(tensor=2), Cut(pipeline=2)
 class Model:
     """A model of the matrix; `make` returns its directory, given one that it may make.
 
-    `grid` gives every rank of every cut whole cells.
+    `grid` gives every rank of every cut whole cells, unless `parts` says that only TP1 has them: the other cuts then
+    read byte ranges, and write nothing.
     """
 
     name: str
     grid: str
     cuts: tuple[Cut, ...]
     make: Callable[[Path], Path]
+    parts: bool = False
+
+    @property
+    def writers(self) -> tuple[Cut, ...]:
+        """The cuts whose ranks hold whole cells."""
+        return tuple(cut for cut in self.cuts if cut == TP1 or not self.parts)
+
+    @property
+    def readers(self) -> tuple[Cut, ...]:
+        """The cuts that read; of parts only those that hold parts."""
+        return tuple(cut for cut in self.cuts if cut != TP1 or not self.parts)
 
 
 MODELS = (
     Model("8 KV heads", "2x2", (TP1, TP2, PP2), random_model),
+    Model("8 KV heads, by ranges", "1x1", (TP1, TP2, PP2), random_model, parts=True),
     Model("1 KV head", "1x1", (TP1, TP2), lambda directory: random_model(directory, num_kv_heads=1)),
     Model("SmolLM2", "2x1", (TP1, PP2), lambda _: prepare_model(default_cache())),
 )
 QUICK = (Model("8 KV heads", "2x2", (TP2, PP2), random_model),)
+
+
+@dataclass(slots=True)
+class Found:
+    """What has been measured so far, and with which versions."""
+
+    cells: list[Cell] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self.began_s
 
 
 @dataclass(slots=True)
@@ -71,16 +99,15 @@ class Matrix:
     server: RedisServer
     folder: Path
     log: Path
-    began_s: float = field(default_factory=time.monotonic)
-    versions: dict[str, str] = field(default_factory=dict)
+    found: Found
 
-    def cells(self, model: Model) -> Iterator[Cell]:
+    def measure(self, model: Model) -> None:
         """All pairs of the model's cuts."""
-        directory = model.make(self.folder / f"model-{model.name.replace(' ', '-')}")
-        for writer in model.cuts:
-            yield from self._row(model, directory, writer)
+        directory = model.make(self.folder / f"model-{model.name.replace(' ', '-').replace(',', '')}")
+        for writer in model.writers:
+            self._measure_row(model, directory, writer)
 
-    def _row(self, model: Model, directory: Path, writer: Cut) -> Iterator[Cell]:
+    def _measure_row(self, model: Model, directory: Path, writer: Cut) -> None:
         """One writer with all its readers, on a store that holds nothing yet."""
         with Redis.from_url(self.server.url) as client:
             client.flushall()
@@ -91,15 +118,18 @@ class Matrix:
             written: Record | str
             try:
                 written = self._run(Job.WRITE, Settings(str(directory), writer, connector, prompts), folder)
-            except EngineError as error:
+            except (EngineError, ValueError) as error:  # a row that fails, as with fewer cores than ranks
                 written = f"writer: {error}"
-            self._say(f"{model.name}: {writer.name} writes", began_s)
-            for reader in model.cuts:
+            self._say(f"{model.name}: {writer.name} writes", time.monotonic() - began_s)
+            reading = connector | {"write": "never"} if model.parts else connector
+            for reader in model.readers:
                 began_s = time.monotonic()
-                settings = Settings(str(directory), reader, connector, prompts)
+                settings = Settings(str(directory), reader, reading, prompts)
                 figures, error_text = self._read(settings, written) if isinstance(written, Record) else ([], written)
-                seconds = self._say(f"{model.name}: {reader.name} reads what {writer.name} wrote", began_s)
-                yield Cell(model.name, writer.name, reader.name, seconds, figures, error_text)
+                seconds = time.monotonic() - began_s
+                cell = Cell(model.name, writer.name, reader.name, seconds, figures, error_text)
+                self._say(f"{model.name}: {reader.name} reads what {writer.name} wrote: {cell.verdict}", seconds)
+                self.found.cells.append(cell)
 
     def _read(self, settings: Settings, written: Record) -> tuple[list[PromptFigures], str | None]:
         with self._pages() as folder:
@@ -112,7 +142,7 @@ class Matrix:
 
     def _run(self, job: Job, settings: Settings, folder: Path) -> Record:
         record = run_job(job, settings, folder, self.log)
-        self.versions |= record.versions
+        self.found.versions |= record.versions
         return record
 
     @contextmanager
@@ -121,12 +151,10 @@ class Matrix:
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="job-") as folder:
             yield Path(folder) / "pages"
 
-    def _say(self, text: str, began_s: float) -> float:
-        """Progress, apart from the result; returns the seconds since `began_s`."""
-        now_s = time.monotonic()
-        minutes, rest = divmod(int(now_s - self.began_s), 60)
-        print(f"[{minutes}:{rest:02}] {text} ({now_s - began_s:.0f} s)", file=sys.stderr, flush=True)
-        return now_s - began_s
+    def _say(self, text: str, seconds: float) -> None:
+        """Progress, apart from the result."""
+        minutes, rest = divmod(int(self.found.seconds), 60)
+        print(f"[{minutes}:{rest:02}] {text} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
 
 def connector_of(url: str, grid: str, generation: str) -> dict[str, str | int | float]:
@@ -148,17 +176,16 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return [source.randrange(16, VOCABULARY) for _ in range(num_tokens)]
 
 
-def measure(models: Sequence[Model]) -> tuple[list[Cell], dict[str, str], float]:
-    """All cells, the versions they were measured with, and seconds."""
-    began_s = time.monotonic()
+def measure(models: Sequence[Model], found: Found) -> None:
+    """All cells of these models."""
     OUT.mkdir(exist_ok=True)
     log = OUT / "matrix.log"
     log.unlink(missing_ok=True)
     scratch = tempfile.TemporaryDirectory(dir=OUT, prefix="matrix-", ignore_cleanup_errors=True)
     with scratch as folder, RedisServer(Path(folder) / "redis", config=REDIS_CONFIG) as server:
-        matrix = Matrix(server, Path(folder), log)
-        cells = [cell for model in models for cell in matrix.cells(model)]
-        return cells, matrix.versions, time.monotonic() - began_s
+        matrix = Matrix(server, Path(folder), log, found)
+        for model in models:
+            matrix.measure(model)
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -168,7 +195,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     )
     parser.add_argument("--json", type=Path, default=OUT / "matrix.json", help="result (default: out/matrix.json)")
     parser.add_argument("--svg", type=Path, help="picture of the matrix")
-    parser.add_argument("--quick", action="store_true", help="one model, TP2 and PP2 (3 minutes)")
+    parser.add_argument("--quick", action="store_true", help="the first model alone, TP2 and PP2")
     parser.add_argument("--models", help="only these, such as 'SmolLM2,1 KV head'")
     parser.add_argument("--cuts", help="only these, such as TP1,PP2")
     args = parser.parse_args(arguments)
@@ -191,7 +218,7 @@ def chosen(models: Sequence[Model], names: str | None, cuts: str | None) -> list
         if asked - all_names:
             raise ValueError(f"unknown {sorted(asked - all_names)}: there are {sorted(all_names)}")
     found = [
-        Model(model.name, model.grid, tuple(cut for cut in model.cuts if cut.name in wanted[1]), model.make)
+        replace(model, cuts=tuple(cut for cut in model.cuts if cut.name in wanted[1]))
         for model in models
         if model.name in wanted[0]
     ]
@@ -205,27 +232,33 @@ def stop(signum: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def show(found: Found, json_path: Path, svg_path: Path | None) -> None:
+    """Write the result and print it, with what is wrong with each cell."""
+    json_path.write_text(json.dumps(assemble_result(found.cells, found.versions, found.seconds), indent=2) + "\n")
+    if svg_path is not None:
+        draw(found.cells, svg_path)
+    print(table(found.cells), f"result in {json_path}", sep="\n\n")
+    for cell in found.cells:
+        for problem in cell.problems:
+            print(f"scripts/matrix: {cell.model}, {cell.writer} -> {cell.reader}: {problem}", file=sys.stderr)
+
+
 def main() -> int:
     """Run, show, and say whether every cell holds."""
     args = read_arguments()
     signal.signal(signal.SIGTERM, stop)
+    found = Found()
     try:
-        cells, versions, seconds = measure(args.models)
+        measure(args.models, found)
     except (OSError, RuntimeError) as error:  # a server or a model that is not there
         print(f"scripts/matrix: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("scripts/matrix: stopped", file=sys.stderr)
+        print(f"scripts/matrix: stopped after {len(found.cells)} cells, which are not written", file=sys.stderr)
+        print(table(found.cells))
         return 130
-    args.json.write_text(json.dumps(assemble_result(cells, versions, seconds), indent=2) + "\n")
-    if args.svg is not None:
-        draw(cells, args.svg)
-    print(table(cells), f"result in {args.json}", sep="\n\n")
-    failed = [cell for cell in cells if cell.problems]
-    for cell in failed:
-        for problem in cell.problems:
-            print(f"scripts/matrix: {cell.model}, {cell.writer} -> {cell.reader}: {problem}", file=sys.stderr)
-    return 1 if failed or not cells else 0
+    show(found, args.json, args.svg)
+    return 1 if any(cell.problems for cell in found.cells) else 0
 
 
 if __name__ == "__main__":

@@ -144,7 +144,8 @@ class Engine:
 def engine(store: str, model: Path | None = None, cut: Cut | None = None, **settings: object) -> Iterator[Engine]:
     """An engine with the connector on `store`; `settings` go into the connector's own configuration.
 
-    A model without a tokenizer is asked by token ids all the same.
+    Unless they name a grid, an object holds a whole page: `stored_pages` stands on it. A model without a tokenizer is
+    asked by token ids all the same.
     """
     from vllm import LLM
 
@@ -153,7 +154,7 @@ def engine(store: str, model: Path | None = None, cut: Cut | None = None, **sett
         "kv_connector_module_path": "vllm_hicache.connectors",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store, "host_memory": "512MiB", **settings},
+        "kv_connector_extra_config": {"store": store, "host_memory": "512MiB", "grid": "1x1", **settings},
     }
     model = model or model_directory()
     cut = cut or Cut()

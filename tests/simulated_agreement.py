@@ -20,7 +20,7 @@ from simulated_transfers import NO_FAULTS, Faults, ScriptedTransfers, Task, dest
 
 from vllm_hicache import operations, scheduler, worker
 from vllm_hicache.config import Config
-from vllm_hicache.entries import Entry
+from vllm_hicache.entries import Entry, Mark
 from vllm_hicache.grid import Grid
 from vllm_hicache.lookup import Lookup
 from vllm_hicache.metrics import Metrics
@@ -131,6 +131,7 @@ class Net:
         self.clients: dict[RequestId, Client] = {}
         self.gone: dict[RequestId, Client] = {}
         self.entries: dict[int, list[Entry]] = {number: [] for number in numbers}
+        self.marks: dict[int, Mark | None] = {}
         self._num_requests = self._num_blocks = 0
         self._families = [self.chance.choices(range(100), k=10 * BLOCK) for _ in range(4)]
 
@@ -274,6 +275,7 @@ class Net:
             for report in result.reports:
                 self._post(report, asked=report.op in plan.asks)
             self.entries[number] += result.entries
+            self.marks[number] = result.mark
 
     def _post(self, report: OpReport, asked: bool) -> None:
         """Put a report on its way, unless it is lost."""
@@ -294,7 +296,7 @@ class Net:
         due = [report for when, report in self.mail if when < self.step_number]
         self.mail = [each for each in self.mail if each[0] >= self.step_number]
         self.chance.shuffle(due)
-        self.half.report(due, self.entries)
+        self.half.report(due, self.entries, self.marks)
         self.entries = {number: [] for number in self.entries}
 
     def settled(self, rank: int, task: Task) -> None:

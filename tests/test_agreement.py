@@ -211,6 +211,18 @@ class TestASilentRank:
             assert net.step_number < 3 * SILENCE_STEPS
         assert net.half._operations.num_open == 1
 
+    def test_a_rank_that_was_given_up_stops_working_on_what_nobody_waits_for(self, make_net: MakeNet) -> None:
+        net = make_net([1.0] * 3)
+        serve(net)
+        net.ranks[1]._engine.pace = 0.0
+        net.arrive(TEXT, num_output=1)
+        while net.half._checker.first is None:
+            net.step(arrivals=0.0, aborts=0.0)
+        net.ranks[1]._engine.pace = 1.0
+        for _ in range(3):
+            net.step(arrivals=0.0, aborts=0.0)
+        assert net.counts["received", True] == 1
+
     def test_the_checker_says_who_was_silent(self, make_net: MakeNet) -> None:
         net = make_net([1.0] * 3)
         lose_reports(net, {1})

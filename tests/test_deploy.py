@@ -121,8 +121,9 @@ def test_every_option_of_the_documented_verbs_exists(capsys: pytest.CaptureFixtu
     for verb in ("ls", "stat", "verify", "gc"):
         with pytest.raises(SystemExit):
             front.main(["store", verb, "--help"])
-    with pytest.raises(SystemExit):
-        front.main(["doctor", "--help"])
+    for command in ("doctor", "ranks"):
+        with pytest.raises(SystemExit):
+            front.main([command, "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) | {"--kv-transfer-config", "--kv-events-config"}
     for name in ("operations.md", "configuration.md"):
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", documented(name))) <= known

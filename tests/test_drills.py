@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hicache.consensus import Ledger
-from vllm_hicache.drills import Drill, FaultKind, Operation, OperationKind, RankFault, parse_faults
+from vllm_hicache.drills import Drill
 from vllm_hicache.entries import EntryKind
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.names import KEY_BYTES, MissReason, OpId, PageKey, Phase, RequestId, Slot
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
+from vllm_hicache.rank_faults import FaultKind, Operation, OperationKind, RankFault, parse_faults
 from vllm_hicache.ranklog import RankLog
 
 RANK = 1

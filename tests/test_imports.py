@@ -22,7 +22,7 @@ PACKAGE = "vllm_hicache"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "names", "units", "support", "machine", "metrics", "grid", "config", "secrets"),
     ("keys", "namespace", "fingerprint", "plan", "entries", "events", "geometry", "inventory", "place", "ownership"),
-    ("index", "consensus", "ranklog", "checker", "drills", "cost"),
+    ("index", "consensus", "ranklog", "rank_faults", "checker", "drills", "cost"),
     ("storage",),
     ("stores", "lookup"),
     ("transfer",),

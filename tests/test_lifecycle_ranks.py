@@ -402,12 +402,12 @@ class Heard:
         self.settled: dict[OpId, set[int]] = defaultdict(set)
         self.logged: set[int] = set()
 
-    def report(self, reports: Sequence[OpReport], entries: Mapping[int, Sequence[Entry]]) -> None:
+    def report(self, reports: Sequence[OpReport], entries: Mapping[int, Sequence[Entry]], *rest: object) -> None:
         for each in reports:
             if each.phase == Phase.SETTLED:
                 self.settled[each.op].add(each.rank)
         self.logged.update(rank for rank, lines in entries.items() if lines)
-        self._take(reports, entries)
+        self._take(reports, entries, *rest)
 
 
 class TestTraffic:

@@ -33,6 +33,7 @@ from matrix_report import Cell, PromptFigures
 from matrix_worker import Bytes, Piece
 from random_model import VOCABULARY, random_model, shapes
 from redis import Redis
+from redis_server import RedisServer
 from safetensors.torch import load_file
 
 from vllm_hicache.fingerprint import weights_fingerprint
@@ -418,19 +419,22 @@ class Jobs:
         return Record(found, 20.0, {"vllm": "0.32"})
 
 
-def cells_of(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+def found_by(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> matrix_run.Found:
     model = matrix_run.Model("m", "2x2", (matrix_run.TP2, matrix_run.PP2), lambda directory: directory)
     monkeypatch.setattr(matrix_run, "run_job", jobs)
-    with matrix_run.RedisServer(tmp_path / "redis") as server:
-        return list(matrix_run.Matrix(server, tmp_path, tmp_path / "log").cells(model))
+    with RedisServer(tmp_path / "redis") as server:
+        found = matrix_run.Found()
+        matrix_run.Matrix(server, tmp_path, tmp_path / "log", found).measure(model)
+    return found
 
 
 def test_every_reader_is_an_engine_of_its_own_beside_one_writer_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = Jobs(tmp_path, set())
-    cells = cells_of(jobs, tmp_path, monkeypatch)
-    assert [(cell.writer, cell.reader, cell.verdict) for cell in cells] == [
+    found = found_by(jobs, tmp_path, monkeypatch)
+    assert found.versions == {"vllm": "0.32"}
+    assert [(cell.writer, cell.reader, cell.verdict) for cell in found.cells] == [
         (writer, reader, "ok") for writer in ("TP2", "PP2") for reader in ("TP2", "PP2")
     ]
     assert jobs.asked == [
@@ -451,7 +455,8 @@ def test_every_reader_is_an_engine_of_its_own_beside_one_writer_a_cut(
 def test_an_engine_that_fails_costs_its_own_cells_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: set[tuple[Job, str]], errors: list[str | None]
 ) -> None:
-    assert [cell.error for cell in cells_of(Jobs(tmp_path, failing), tmp_path, monkeypatch)] == errors
+    found = found_by(Jobs(tmp_path, failing), tmp_path, monkeypatch)
+    assert [cell.error for cell in found.cells] == errors
 
 
 class Steps:
@@ -488,6 +493,7 @@ def test_a_writer_ends_when_its_saves_have_ended() -> None:
     assert steps.told == ["take", "take", "settle"]
 
 
+@pytest.mark.engine
 def test_a_job_that_fails_names_its_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     settings = Settings(str(tmp_path / "no-such-model"), Cut(), {"store": "none"}, [[1]])
@@ -531,12 +537,28 @@ def test_the_exit_status_says_whether_every_cell_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str | None, status: int
 ) -> None:
     cell = a_cell([figures(tmp_path / "pages")], error)
-    monkeypatch.setattr(matrix_run, "measure", lambda models: ([cell], {}, 1.0))
+    monkeypatch.setattr(matrix_run, "measure", lambda models, found: found.cells.append(cell))
     monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(tmp_path / "m.json"), "--svg", str(tmp_path / "m.svg")])
     assert matrix_run.main() == status
     assert json.loads((tmp_path / "m.json").read_text())["ok"] is (status == 0)
     assert ("did not start" in capsys.readouterr().err) is (status == 1)
     assert (tmp_path / "m.svg").exists()
+
+
+def test_a_run_that_is_stopped_shows_what_it_has_and_overwrites_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(models: object, found: matrix_run.Found) -> None:
+        found.cells.append(a_cell([figures(tmp_path / "pages")]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(matrix_run, "measure", stopped)
+    monkeypatch.setattr(sys, "argv", ["matrix", "--json", str(tmp_path / "m.json")])
+    assert matrix_run.main() == 130
+    assert not (tmp_path / "m.json").exists()
+    shown = capsys.readouterr()
+    assert "TP2 -> PP2" in shown.out
+    assert "stopped after 1 cells" in shown.err
 
 
 def test_prompts_are_the_same_every_time_and_fit_the_random_models() -> None:

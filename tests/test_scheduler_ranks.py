@@ -376,6 +376,12 @@ def test_a_difference_stops_the_engine_where_the_operator_asked_for_it(make: Mak
         rig.half.report([], {0: [entry(4)], 1: [entry(6)]})
 
 
+def test_lengths_that_ranks_have_come_to_are_counted_and_stop_nothing(make: MakeRig) -> None:
+    rig = make(ranks=(0, 1), consensus="enforce")
+    rig.half.report([], {0: [entry(4, EntryKind.DONE)], 1: [entry(6, EntryKind.DONE)]})
+    assert rig.counts["rank_differences|restore completion"] == 1
+
+
 @pytest.mark.parametrize("settings", [{"ranks": (0, 1), "consensus": "off"}, {"ranks": (0,)}])
 def test_nothing_is_compared_where_it_is_off_or_there_is_one_rank(make: MakeRig, settings: dict[str, object]) -> None:
     rig = make(**settings)

@@ -36,17 +36,6 @@ def test_the_parts_of_a_slot_tile_it_without_gaps_or_overlaps(rig: Rig) -> None:
     assert rig.slot(0) == rig.slot(2) == bytes(rig.pool.slot_bytes)
 
 
-def test_the_units_of_a_part_are_its_bytes_by_head_layer_and_block(rig: Rig) -> None:
-    part = rig.geometry.parts[-1]
-    units = rig.pool.units(Slot(2), part, 2)
-    units[1, 0, 1] = 7
-    at = (1 * part.num_layers + 0) * part.cell.unit_bytes + part.cell.unit_bytes // 2
-    payload = bytes(rig.pool.part(Slot(2), part))
-    assert units.shape == (part.num_heads, part.num_layers, 2, rig.layout.slab_bytes)
-    assert payload[at : at + rig.layout.slab_bytes] == b"\x07" * rig.layout.slab_bytes
-    assert payload.count(7) == rig.layout.slab_bytes
-
-
 @pytest.mark.parametrize("num_slots", [0, -1])
 def test_a_pool_without_a_slot_is_refused_with_the_size_of_a_page(num_slots: int) -> None:
     with pytest.raises(ConfigError, match=rf"holds {num_slots} pages.*takes 3MiB.*host_memory"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from vllm_hicache.checker import Difference, RankChecker
+from vllm_hicache.checker import Difference, DifferenceKind, RankChecker
 from vllm_hicache.config import Config, Consensus, PrefetchPolicy, WritePolicy
 from vllm_hicache.entries import Entry, Mark
 from vllm_hicache.errors import RanksDisagree
@@ -201,7 +201,7 @@ class SchedulerHalf:
             marks: how far those logs have come, by rank.
 
         Raises:
-            RanksDisagree: the ranks differ, and `consensus` is `enforce`.
+            RanksDisagree: ranks differ in more than the lengths they have come to, and `consensus` is `enforce`.
         """
         silences = self._operations.report(reports, time.monotonic())
         self._set_gauges()
@@ -245,9 +245,13 @@ class SchedulerHalf:
 
     def _differ(self, difference: Difference) -> None:
         self._metrics.count("rank_differences", difference.kind.value)
-        if self._config.consensus == Consensus.ENFORCE:
+        if difference.kind is DifferenceKind.DONE:
+            # What ranks come to may differ, by a store's failure on one of them: that is what lengths are agreed for.
+            logger.info("Operations ended with other lengths on other ranks, the least counts: %s", difference)
+        elif self._config.consensus == Consensus.ENFORCE:
             raise RanksDisagree(f"the ranks of this engine disagree, and consensus is 'enforce': {difference}")
-        logger.warning("The ranks of this engine disagree: %s", difference)
+        else:
+            logger.warning("The ranks of this engine disagree: %s", difference)
 
     def _enter(self, namespace: Namespace) -> None:
         self._namespace = namespace

@@ -92,11 +92,6 @@ class HostPool:
         """Writable bytes of one part of a slot, contiguous, `part.num_bytes` long."""
         return self._bytes[slot, part.offset : part.offset + part.num_bytes].data
 
-    def units(self, slot: Slot, part: Part, blocks_per_page: int) -> Bytes:
-        """One part of a slot, uint8 [num_heads, num_layers, blocks_per_page, slab_bytes]; a view."""
-        flat = self._bytes[slot, part.offset : part.offset + part.num_bytes]
-        return flat.reshape(part.num_heads, part.num_layers, blocks_per_page, part.cell.unit_bytes // blocks_per_page)
-
 
 def _register(tensor: torch.Tensor) -> None:
     """Page-lock memory that torch did not allocate. CUDA only; not measured."""
