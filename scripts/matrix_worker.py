@@ -98,8 +98,11 @@ def _layers(worker: Worker) -> Iterator[tuple[int, Bytes]]:
 
 
 def first_head(worker: Worker) -> int:
-    """The first KV head that the rank holds. Tensor ranks are counted first; where they outnumber heads they share."""
+    """The first KV head that the rank holds. Tensor ranks are counted first; where they outnumber heads they share.
+
+    A latent counts as one head.
+    """
     config = worker.vllm_config
-    num_heads: int = config.model_config.get_total_num_kv_heads()
+    num_heads: int = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
     num_ranks: int = config.parallel_config.tensor_parallel_size
     return (worker.rank % num_ranks) * num_heads // num_ranks

@@ -141,7 +141,9 @@ class Engine:
 
 
 @contextmanager
-def engine(store: str, model: Path | None = None, cut: Cut | None = None, **settings: object) -> Iterator[Engine]:
+def engine(
+    store: str, model: Path | None = None, cut: Cut | None = None, load_format: str = "auto", **settings: object
+) -> Iterator[Engine]:
     """An engine with the connector on `store`; `settings` go into the connector's own configuration.
 
     Unless they name a grid, an object holds a whole page: `stored_pages` stands on it. A model without a tokenizer is
@@ -170,6 +172,7 @@ def engine(store: str, model: Path | None = None, cut: Cut | None = None, **sett
             disable_log_stats=False,
             kv_transfer_config=transfer,
             seed=0,
+            load_format=load_format,
             **options,
         )
     try:

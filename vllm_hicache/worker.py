@@ -135,9 +135,11 @@ class WorkerHalf:
         if self._place.is_alone:
             self._consume_all([Ack(r.op, r.pages_done, r.pages_held, r.phase, r.reason) for r in reports])
         received, invalid = self._consumption.take()
-        if self._log is None:
-            return StepResult(tuple(reports), received=received, invalid_blocks=invalid)
-        return StepResult(tuple(reports), self._log.take(), self._log.mark, received, invalid)
+        entries, mark = (self._log.take(), self._log.mark) if self._log is not None else ((), None)
+        if self._place.is_alone:
+            # There is nobody to be compared with: its lines go to disk at most.
+            entries, mark = (), None
+        return StepResult(tuple(reports), entries, mark, received, invalid)
 
     def close(self) -> None:
         """Finish what is queued, within `shutdown_timeout_s`."""
