@@ -396,3 +396,51 @@ def test_a_rank_that_is_behind_is_compared_when_it_comes() -> None:
     assert not checker.take(1, logs[1].take(), logs[1].mark)
     logs[1].agreed(5)
     assert [each.kind for each in checker.take(1, logs[1].take(), logs[1].mark)] == [DifferenceKind.LOCK_ORDER]
+
+
+def ended_logs(*values: int) -> list[RankLog]:
+    """Logs of ranks that have ended operations 1, 2, …, with so many pages each on the last rank and one elsewhere."""
+    logs = [RankLog(rank, 8) for rank in range(2)]
+    for op in range(1, len(values) + 1):
+        for log in logs:
+            log.begin(SaveOp(OpId(op), (PageMove(PageKey(bytes([op]) * 32), Slot(op), ()),)))
+    for log, ops in zip(logs, (range(1, len(values) + 1), range(len(values), 0, -1)), strict=True):
+        for op in ops:
+            done = values[op - 1] if log is logs[1] else 1
+            log.done(OpReport(0, OpId(op), done, done))
+    return logs
+
+
+def test_the_order_of_ends_does_not_change_a_mark() -> None:
+    first, last = ended_logs(1, 1, 1)
+    assert first.mark == last.mark
+    assert [entry.kind for entry in first.take()] == [entry.kind for entry in last.take()]
+
+
+def test_an_end_with_another_length_is_found_although_marks_are_given() -> None:
+    logs, checker = ended_logs(1, 0), RankChecker(range(2))
+    found = [each for rank, log in enumerate(logs) for each in checker.take(rank, log.take(), log.mark)]
+    assert [(each.op, each.kind) for each in found] == [(2, DifferenceKind.DONE)]
+
+
+def test_once_a_rank_is_ahead_the_others_are_compared_without_delay() -> None:
+    ahead, behind = (RankLog(rank, 8) for rank in range(2))
+    checker = RankChecker(range(2))
+    for num_slots in (8, 7):
+        ahead.agreed(num_slots)
+        assert not checker.take(0, ahead.take(), ahead.mark)
+    behind.agreed(5)
+    assert [each.kind for each in checker.take(1, behind.take(), behind.mark)] == [DifferenceKind.CAPACITY]
+
+
+def test_ranks_that_meet_again_are_equal_from_there_on() -> None:
+    logs, checker = [RankLog(rank, 8) for rank in range(2)], RankChecker(range(2))
+    for rank, num_entries in ((0, 1), (0, 1), (1, 1), (0, 1), (1, 2)):
+        for _ in range(num_entries):
+            logs[rank].agreed(8)
+        assert not checker.take(rank, logs[rank].take(), logs[rank].mark)
+    for log, done in zip(logs, (1, 0), strict=True):
+        log.begin(SaveOp(OpId(1), (PageMove(PageKey(bytes(32)), Slot(0), ()),)))
+        log.consume(Ack(OpId(1), done, done))
+    found = [each for rank, log in enumerate(logs) for each in checker.take(rank, log.take(), log.mark)]
+    assert [each.kind for each in found] == [DifferenceKind.ACK]

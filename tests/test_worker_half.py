@@ -93,6 +93,13 @@ def test_pages_come_back_from_host_memory_byte_for_byte_in_other_blocks(make_hal
     assert pages(tensors, TARGET) == expected
 
 
+def test_a_lone_rank_sends_no_lines_for_others_to_be_compared_with(make_half: MakeHalf) -> None:
+    half = make_half(device_tensors(LAYOUT))
+    step(half, Plan(saves=saves()))
+    result = half.collect(Plan())
+    assert (result.entries, result.mark) == ((), None)
+
+
 @pytest.mark.parametrize("block_major", [False, True])
 def test_pages_come_back_through_the_store_in_another_engine(make_half: MakeHalf, block_major: bool) -> None:
     tensors = device_tensors(LAYOUT)

@@ -108,6 +108,8 @@ class RankChecker:
         self._latest_s = 0.0
         self._mark: Mark | None = None
         self._standing: set[int] = set()
+        self._unread: list[tuple[int, Sequence[Entry]]] = []
+        self._is_apart = False
         self.first: Difference | None = None
         self.num_unchecked = 0
 
@@ -115,28 +117,48 @@ class RankChecker:
         """Take a rank's next entries; return the differences that show now, earliest first.
 
         Args:
-            mark: how far the rank has come with them. Where all ranks have the same, ordered entries are equal.
+            mark: how far the rank has come with them. Where all ranks have the same, they have consumed the same, and
+                nothing is compared one by one; where they have not, it is when each has delivered once, or without
+                delay once one is ahead.
 
         Raises:
             InvariantError: nobody knows that rank.
         """
         if rank not in self._waiting:
             raise InvariantError(f"{len(entries)} entries of rank {rank}, but ranks are {list(self._waiting)}")
-        found = [self._complete(rank, entry) for entry in entries if entry.kind is EntryKind.DONE]
+        if self._all_stand_at(rank, mark):
+            self._start_afresh()
+            return []
+        self._unread.append((rank, entries))
+        # What all ranks deliver in one step is most likely equal: that is known when the last one comes.
+        if mark is not None and not self._is_apart and len(self._unread) < len(self._waiting):
+            return []
+        found = [each for unread in self._unread for each in self._read(*unread)]
+        self._unread.clear()
+        found += self._advance()
+        if max(len(self._waiting[rank]), len(self._completions)) > MAX_WAITING:
+            self._drop_oldest()
+        self._is_apart = bool(self._completions) or any(self._waiting.values())
+        return self._remembered(found)
+
+    def _read(self, rank: int, entries: Sequence[Entry]) -> list[Difference | None]:
+        """Put a rank's entries where they wait for those of the others."""
         ordered = [entry for entry in entries if entry.kind is not EntryKind.DONE]
         num_skipped = min(self._num_to_skip[rank], len(ordered))
         self._num_to_skip[rank] -= num_skipped
         self._waiting[rank].extend(ordered[num_skipped:])
         if entries:
             self._latest_s = max(self._latest_s, entries[-1].time_s)
-        if self._all_stand_at(rank, mark):
-            for queue in self._waiting.values():
-                queue.clear()
-        else:
-            found += self._advance()
-            if max(len(self._waiting[rank]), len(self._completions)) > MAX_WAITING:
-                self._drop_oldest()
-        return self._remembered(found)
+        return [self._complete(rank, entry) for entry in entries if entry.kind is EntryKind.DONE]
+
+    def _start_afresh(self) -> None:
+        """All ranks have consumed the same: nothing that waits need be looked at."""
+        self._unread.clear()
+        self._completions.clear()
+        for rank, queue in self._waiting.items():
+            queue.clear()
+            self._num_to_skip[rank] = 0
+        self._is_apart = False
 
     def _all_stand_at(self, rank: int, mark: Mark | None) -> bool:
         """Note that a rank stands at a mark; return whether all do. A rank elsewhere begins a new count."""

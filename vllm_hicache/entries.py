@@ -33,9 +33,9 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far a rank's log has come: the number of its ordered entries, and a digest over all of them.
+    """How far a rank's log has come: the number of its entries, and a digest over them, without their times.
 
-    Ranks with equal marks have consumed the same, so that their entries need not be compared one by one.
+    The order of `DONE` entries does not count. Ranks with equal marks have consumed the same.
     """
 
     num_entries: int

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from xxhash import xxh3_128
+from xxhash import xxh3_64_intdigest, xxh3_128
 
 from vllm_hicache.entries import Entry, EntryKind, Mark
 from vllm_hicache.errors import InvariantError
@@ -67,6 +67,8 @@ class RankLog:
         self._entries: list[Entry] = []
         self._hash = xxh3_128()
         self._num_entries = 0
+        self._done_sum = 0
+        self._num_done = 0
         self._journal = None if directory is None else _Journal(rank, directory)
 
     @property
@@ -82,7 +84,7 @@ class RankLog:
     @property
     def mark(self) -> Mark:
         """How far this rank has come."""
-        return Mark(self._num_entries, self.digest)
+        return Mark(self._num_entries + self._num_done, f"{self.digest}{self._done_sum:016x}")
 
     def agreed(self, num_slots: int) -> None:
         """Note how many slots of every host pool are used: once, with the first plan's number."""
@@ -197,8 +199,13 @@ class RankLog:
 
     def _note(self, op: OpId, kind: EntryKind, value: int, time_s: float) -> None:
         self._entries.append(Entry(op, kind, value, time_s))
-        if kind != EntryKind.DONE:
-            self._hash.update(_meaning(op, kind, value))
+        meaning = _meaning(op, kind, value)
+        if kind is EntryKind.DONE:
+            # A sum, because ends come in any order.
+            self._done_sum = (self._done_sum + xxh3_64_intdigest(meaning)) % 2**64
+            self._num_done += 1
+        else:
+            self._hash.update(meaning)
             self._num_entries += 1
 
 
