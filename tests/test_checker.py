@@ -19,15 +19,7 @@ from vllm_hicache.names import OpId, PageKey, Phase, Slot
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.ranklog import RankLog
 
-CAPACITY, HIT, EVICT, LOCK, ACK, UNLOCK, DONE = (
-    EntryKind.CAPACITY,
-    EntryKind.HIT,
-    EntryKind.EVICT,
-    EntryKind.LOCK,
-    EntryKind.ACK,
-    EntryKind.UNLOCK,
-    EntryKind.DONE,
-)
+CAPACITY, HIT, EVICT, LOCK, ACK, UNLOCK, DONE = EntryKind
 Row = tuple[int, EntryKind, int]
 DEADLINE_S = 5.0
 

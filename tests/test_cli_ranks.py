@@ -17,15 +17,7 @@ from vllm_hicache.names import OpId, PageKey, Slot
 from vllm_hicache.plan import Ack, OpReport, PageMove, SaveOp
 from vllm_hicache.ranklog import RankLog
 
-CAPACITY, HIT, EVICT, LOCK, ACK, UNLOCK, DONE = (
-    EntryKind.CAPACITY,
-    EntryKind.HIT,
-    EntryKind.EVICT,
-    EntryKind.LOCK,
-    EntryKind.ACK,
-    EntryKind.UNLOCK,
-    EntryKind.DONE,
-)
+CAPACITY, HIT, EVICT, LOCK, ACK, UNLOCK, DONE = EntryKind
 START_S = 1_790_000_000.0
 SVG = "{http://www.w3.org/2000/svg}"
 Row = tuple[int, EntryKind, int, float]
