@@ -120,7 +120,7 @@ def a_worker(rank: int, cut: Cut, layers: range, num_heads: int, total_heads: in
         context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(kv_cache=caches)
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total_heads),
+        model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: total_heads),
         parallel_config=SimpleNamespace(tensor_parallel_size=cut.tensor),
     )
     runner = SimpleNamespace(execute_model=lambda scheduled, *more: (scheduled, more))
