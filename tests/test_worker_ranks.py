@@ -260,6 +260,16 @@ def test_a_drill_changes_what_a_rank_says_and_no_bytes(make_half: MakeHalf, tmp_
     assert pages(tensors, TARGET) == expected
 
 
+def test_a_drill_changes_what_a_rank_consumes(make_half: MakeHalf, tmp_path: Path) -> None:
+    faults = [{"fault": "short", "rank": 0, "operation": "load", "pages": 1}]
+    (tmp_path / "faults.json").write_text(json.dumps(faults))
+    half, _, _ = holding_pages(make_half, rank_faults=str(tmp_path / "faults.json"))
+    step(half, Plan(loads=loads(2, False, 0)))
+    collected(half, 1)
+    step(half, acknowledged(Ack(OpId(2), 3, 3)))
+    assert half.collect(Plan()).invalid_blocks == blocks_from(1)
+
+
 # Parts of the model
 
 
