@@ -71,6 +71,7 @@ def test_a_latent_is_restored_on_both_ranks_and_stored_once(latent: Engine, stor
     before = latent.pages(NUM_PAGES * PAGE // BLOCK, tmp_path)
     latent.settle()
     assert len(object_names(store)) == NUM_PAGES
+    assert latent.metric("bytes", direction="flush") == before.slabs.nbytes
     latent.poison_device()
     assert latent.ask(prompt).cached == NUM_PAGES * PAGE
     after = latent.pages(NUM_PAGES * PAGE // BLOCK, tmp_path)

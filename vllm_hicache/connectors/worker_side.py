@@ -36,6 +36,7 @@ class WorkerSide:
         self._kv_cache_config = kv_cache_config
         self._config = adapt.parse_config(vllm_config)
         adapt.check_engine(vllm_config, kv_cache_config)
+        self._place = adapt.place(vllm_config)
         self.metrics = Metrics()
         self._stores = StoreOpener.for_config(self._config, self.metrics)
         self._half: WorkerHalf | None = None
@@ -52,7 +53,7 @@ class WorkerSide:
         """
         self._half = WorkerHalf(
             self._config,
-            adapt.place(self._vllm_config),
+            self._place,
             caches,
             adapt.block_tokens(self._kv_cache_config),
             adapt.slab_encoding(self._vllm_config, self._kv_cache_config),
@@ -104,7 +105,7 @@ class WorkerSide:
         entries, self._entries = self._entries, ()
         if not reports and not entries:
             return None
-        return RankNews(adapt.place(self._vllm_config).rank, reports, entries, self._mark)
+        return RankNews(self._place.rank, reports, entries, self._mark)
 
     def close(self) -> None:
         """Finish what is queued and close the store."""

@@ -231,9 +231,7 @@ class TransferEngine:
         try:
             if task.is_wanted(index):
                 page = task.pages[index]
-                parts = [
-                    part for part in self._geometry.parts if part.is_whole and self._geometry.writes(page.key, part)
-                ]
+                parts = [part for part in self._whole_parts if self._geometry.writes(page.key, part)]
                 num_bytes = sum(part.num_bytes for part in parts)
                 reason = self._timed("flush", partial(self._flush_page, page, parts, store), num_bytes)
         except StoreError as error:
