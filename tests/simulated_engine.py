@@ -19,8 +19,23 @@ from itertools import product
 from pathlib import Path
 
 from simulated_faults import PATIENCE_S
-from simulated_model import BLOCK, HEADS, LAYERS, WORDS, Job, Share, Truth, engine_config, page_content, rank_config
+from simulated_model import (
+    BLOCK,
+    HEADS,
+    LAYERS,
+    WORDS,
+    Cut,
+    Job,
+    Share,
+    Truth,
+    engine_config,
+    free_blocks,
+    page_content,
+    rank_config,
+    to_poison,
+)
 from simulated_rank import Batch, SimulatedRank, Span
+from thread_collective import Groups
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -47,8 +62,8 @@ class SimulatedEngine:
 
     Args:
         model: directory for the model's config; the same one gives the same namespace.
-        num_blocks: device blocks of `BLOCK` tokens, one of which vLLM never uses.
-        num_slots: pages of the host pool, of the ranks with the largest part of a page; others have room for more.
+        num_blocks: device blocks of each rank, of `BLOCK` tokens, one of which vLLM never uses.
+        num_slots: pages of each rank's host pool, of the ranks with the largest part; others have room for more.
         page_blocks: blocks of a page.
         weights: whatever decides the KV besides the tokens; a test changes it to change the weights.
         connector: False runs the scheduler alone.
@@ -70,6 +85,8 @@ class SimulatedEngine:
         connector: bool = True,
         tp_size: int = 1,
         pp_size: int = 1,
+        dcp_size: int = 1,
+        num_heads: int = HEADS,
         skew: int = 0,
         of_rank: Mapping[int, Mapping[str, object]] | None = None,
         **extra: object,
@@ -83,8 +100,9 @@ class SimulatedEngine:
         self.before_forward: Callable[[], None] = lambda: None
         self.before_update: Callable[[], None] = lambda: None
         self.num_steps = 0
-        shares = [Share.of(rank, tp_size, pp_size) for rank in range(tp_size * pp_size)]
-        finest = {"grid": f"{LAYERS}x{HEADS}"} if len(shares) > 1 else {}
+        self.cut = cut = Cut(tp_size, pp_size, dcp_size, num_heads)
+        shares = [Share.of(rank, *cut) for rank in range(cut.num_ranks)]
+        finest = {"grid": f"{LAYERS}x{num_heads}"} if len(shares) > 1 else {}
         settings: dict[str, object] = {
             "store": store,
             "host_memory": num_slots * max(share.page_bytes(self.page_tokens) for share in shares),
@@ -95,15 +113,13 @@ class SimulatedEngine:
             **extra,
         }
         self._grid = Grid.parse(str(settings.get("grid", "1x1")))
-        config = engine_config(
-            model, tp_size, pp_size, step_tokens, max_requests, policy, settings if connector else None
-        )
+        config = engine_config(model, cut, step_tokens, max_requests, policy, settings if connector else None)
         config.cache_config.num_gpu_blocks = num_blocks
         cache = shares[0].cache_config(num_blocks)
-        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK, log_stats=True)
+        self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK * dcp_size, log_stats=True)
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
-        self._hasher = get_request_block_hasher(BLOCK, hash_function)
+        self._hasher = get_request_block_hasher(BLOCK * dcp_size, hash_function)
         self._chance = random.Random(skew)
         self._flights: deque[Batch] = deque()
         self._most_flights = config.max_concurrent_batches
@@ -118,10 +134,10 @@ class SimulatedEngine:
         num_blocks: int,
         of_rank: Mapping[int, Mapping[str, object]],
     ) -> list[SimulatedRank]:
-        ranks = []
+        ranks, groups = [], Groups()
         for rank, share in enumerate(shares):
             own = rank_config(config, rank, of_rank.get(rank, {})) if self.has_connector else None
-            ranks.append(SimulatedRank(rank, share, num_blocks, own, lambda: self.before_forward()))
+            ranks.append(SimulatedRank(rank, share, num_blocks, own, lambda: self.before_forward(), groups))
         if self.has_connector:
             connector, tp_size = self.scheduler.get_kv_connector(), config.parallel_config.tensor_parallel_size
             connector.set_xfer_handshake_metadata_pp_aware(
@@ -176,7 +192,7 @@ class SimulatedEngine:
             priority=priority,
             block_hasher=self._hasher,
         )
-        self.jobs[name] = Job(request, Truth(self.weights, salt, lora), self.weights)
+        self.jobs[name] = Job(request, Truth(self.weights, salt, lora, num_heads=self.cut.num_heads), self.weights)
         self.scheduler.add_request(request)
         return name
 
@@ -263,12 +279,15 @@ class SimulatedEngine:
         return keys.keys
 
     def check_host(self, job: Job) -> int:
-        """Every page of a request's chain in host memory holds what it must; how many there are."""
+        """Every page of a request's chain in host memory is on its owners, as it must be; how many there are."""
         if job.request.lora_request is not None or job.weights != self.weights:
             return 0
-        found = self.tier.match(self.keys(job), touch=False)
+        found, num_owners = self.tier.match(self.keys(job), touch=False), self.tier.num_owners
         for page, slot in enumerate(found.slots):
-            for rank in self.ranks:
+            assert slot % num_owners == (page + found.rotation) % num_owners, f"page {page} is in slot {slot}"
+            keepers = [rank for rank in self.ranks if rank.keeps(slot)]
+            assert len(keepers) == len(self.ranks) // num_owners
+            for rank in keepers:
                 is_right = rank.host_bytes(slot) == self.page_bytes(job, page, rank.share)
                 assert is_right, f"page {page} of {job.request.request_id} on rank {rank.number}"
         return found.num_pages
@@ -280,7 +299,7 @@ class SimulatedEngine:
     def page_bytes(self, job: Job, page: int, share: Share | None = None) -> bytes:
         """What a page of a request is, or a rank's share of it, as it lies in a slot."""
         words = job.truth.words(job.tokens)[page * self.page_tokens : (page + 1) * self.page_tokens]
-        return page_content(words, self._grid, share or Share.of(0, 1, 1))
+        return page_content(words, self._grid, share or Share.of(0, 1, 1, 1, self.cut.num_heads))
 
     def stored_pages(self, job: Job) -> Iterator[bytes | None]:
         """The payloads of a request's pages as the store has them, `None` where an object is missing or bad."""
@@ -292,7 +311,8 @@ class SimulatedEngine:
             yield None if None in cells else b"".join(cells)
 
     def _stored(self, key: PageKey, layer_group: int, head_group: int) -> bytes | None:
-        layers, heads = self._grid.layer_bounds(LAYERS)[layer_group], self._grid.head_bounds(HEADS)[head_group]
+        layers = self._grid.layer_bounds(LAYERS)[layer_group]
+        heads = self._grid.head_bounds(self.cut.num_heads)[head_group]
         unit = self.page_tokens * WORDS * 8
         payload = bytearray((layers[1] - layers[0]) * (heads[1] - heads[0]) * unit)
         chunk = ChunkId(key, 0, Role.TARGET, layer_group, head_group)
@@ -300,12 +320,13 @@ class SimulatedEngine:
 
     def _schedule(self) -> int:
         """Take down the next batch for all ranks; its number of tokens."""
-        free = self._free_blocks()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free = free_blocks(pool)
         output = self.scheduler.schedule()
         if self.has_connector:
             self._check_targets(output.kv_connector_metadata)
         spans = [self._span(name, num_tokens) for name, num_tokens in output.num_scheduled_tokens.items()]
-        batch = Batch(self.num_steps, output, spans, self._to_poison(free))
+        batch = Batch(self.num_steps, output, spans, to_poison(pool, free))
         self._flights.append(batch)
         for waiting in self._behind:
             waiting.append(batch)
@@ -362,20 +383,6 @@ class SimulatedEngine:
             )
         if stats is not None and stats.kv_connector_stats is not None:
             self.counters.update({key: n for key, n in stats.kv_connector_stats.items() if _is_counter(key)})
-
-    def _free_blocks(self) -> dict[int, object]:
-        """What each free block is known as; `None` where vLLM will not serve it."""
-        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
-        return {block.block_id: block.block_hash for block in blocks if not block.ref_cnt and not block.is_null}
-
-    def _to_poison(self, free: Mapping[int, object]) -> list[int]:
-        """Blocks that were free and unknown, and those that were free and are now used as something else."""
-        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
-        return [
-            index
-            for index, known in free.items()
-            if known is None or (blocks[index].ref_cnt and blocks[index].block_hash != known)
-        ]
 
 
 Start = Callable[..., SimulatedEngine]

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.utils import get_pp_indices
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
@@ -52,13 +54,32 @@ def mixed(values: Words) -> Words:
 _PLACES = mixed(np.arange(LAYERS * HEADS * WORDS, dtype=np.uint64)).reshape(LAYERS, HEADS, WORDS)
 
 
+class Cut(NamedTuple):
+    """How the ranks of an engine share its model, of `num_heads` KV heads.
+
+    Attributes:
+        dcp_size: tensor ranks with the same heads over which the KV of each request is sharded, block by block.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    dcp_size: int = 1
+    num_heads: int = HEADS
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine."""
+        return self.tp_size * self.pp_size
+
+
 class Truth:
     """What the KV of one growing chain of tokens must be: words [tokens, layers, heads, WORDS]."""
 
-    def __init__(self, *identity: object) -> None:
+    def __init__(self, *identity: object, num_heads: int = HEADS) -> None:
         self._hash = int.from_bytes(hashlib.sha256(repr(identity).encode()).digest()[:8], "little")
         self._hashes: list[int] = []
-        self._words: Words = np.empty((0, LAYERS, HEADS, WORDS), np.uint64)
+        self._places = _PLACES[:, :num_heads]
+        self._words: Words = np.empty((0, LAYERS, num_heads, WORDS), np.uint64)
 
     def words(self, tokens: Sequence[int]) -> Words:
         """The words of `tokens`, which begin with those of every earlier call."""
@@ -68,7 +89,7 @@ class Truth:
             self._hash ^= self._hash >> 29
             self._hashes.append(self._hash)
         if len(tokens) > known:
-            new = np.array(self._hashes[known:], np.uint64)[:, None, None, None] ^ _PLACES
+            new = np.array(self._hashes[known:], np.uint64)[:, None, None, None] ^ self._places
             self._words = np.concatenate([self._words, mixed(new)])
         return self._words[: len(tokens)]
 
@@ -85,19 +106,33 @@ def next_token(fold: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank holds of the model, cut as vLLM does; with more tensor ranks than heads, heads have replicas."""
+    """What one rank holds of the model, cut as vLLM does; with more tensor ranks than heads, heads have replicas.
+
+    Attributes:
+        replica: which of the ranks with the same heads, and of the same blocks, this is.
+        owner: which blocks of each request it has on the device: every `num_owners`-th one from this on.
+    """
 
     layers: slice
     heads: slice
-    replica: int
+    replica: int = 0
+    owner: int = 0
+    num_owners: int = 1
 
     @classmethod
-    def of(cls, rank: int, tp_size: int, pp_size: int) -> Share:
-        """Rank `rank` of `tp_size` x `pp_size`."""
+    def of(cls, rank: int, *cut: int) -> Share:
+        """Rank `rank` of an engine cut like this."""
+        tp_size, pp_size, dcp_size, num_heads = Cut(*cut)
         layers = get_pp_indices(LAYERS, rank // tp_size, pp_size)
-        each, copies = max(1, HEADS // tp_size), max(1, tp_size // HEADS)
-        head = rank % tp_size // copies * each
-        return cls(slice(*layers), slice(head, head + each), rank % tp_size % copies)
+        each, copies = max(1, num_heads // tp_size), max(1, tp_size // num_heads)
+        tp_rank = rank % tp_size
+        head = tp_rank // copies * each
+        replica = tp_rank % copies // dcp_size
+        return cls(slice(*layers), slice(head, head + each), replica, tp_rank % dcp_size, dcp_size)
+
+    def owned(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of a request's positions whose KV it has on the device."""
+        return positions[positions // BLOCK % self.num_owners == self.owner]
 
     @property
     def num_layers(self) -> int:
@@ -128,8 +163,9 @@ class Share:
 
 def page_content(words: Words, grid: Grid, share: Share) -> bytes:
     """A page as it lies in a rank's slot: what it holds of each object, [head][layer][block][slab]."""
-    whole = words.reshape(-1, BLOCK, LAYERS, HEADS, WORDS).transpose(3, 2, 0, 4, 1)
-    objects = product(grid.layer_bounds(LAYERS), grid.head_bounds(HEADS))
+    num_heads = words.shape[2]
+    whole = words.reshape(-1, BLOCK, LAYERS, num_heads, WORDS).transpose(3, 2, 0, 4, 1)
+    objects = product(grid.layer_bounds(LAYERS), grid.head_bounds(num_heads))
     held = [(_common(heads, share.heads), _common(layers, share.layers)) for layers, heads in objects]
     return b"".join(whole[heads, layers].tobytes() for heads, layers in held)
 
@@ -180,15 +216,15 @@ class _Layer:
 
 def engine_config(
     model: Path,
-    tp_size: int,
-    pp_size: int,
+    cut: Cut,
     step_tokens: int,
     max_requests: int,
     policy: str,
     settings: Mapping[str, object] | None,
 ) -> VllmConfig:
     """vLLM's configuration of the scheduler's process; without `settings` there is no connector."""
-    _write_model(model)
+    model = model / f"{cut.num_heads}-heads"
+    _write_model(model, cut.num_heads)
     transfer = KVTransferConfig(
         kv_connector="HiCacheConnector",
         kv_connector_module_path="vllm_hicache.connectors",
@@ -199,7 +235,12 @@ def engine_config(
     config = VllmConfig(
         model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="bfloat16"),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-        parallel_config=ParallelConfig(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=cut.tp_size,
+            pipeline_parallel_size=cut.pp_size,
+            decode_context_parallel_size=cut.dcp_size,
+            cp_kv_cache_interleave_size=BLOCK,
+        ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=max_requests,
             max_num_batched_tokens=step_tokens,
@@ -231,7 +272,22 @@ def rank_config(config: VllmConfig, rank: int, settings: Mapping[str, object]) -
     return own
 
 
-def _write_model(folder: Path) -> None:
+def free_blocks(pool: BlockPool) -> dict[int, object]:
+    """What each free block is known as; `None` where vLLM will not serve it."""
+    return {block.block_id: block.block_hash for block in pool.blocks if not block.ref_cnt and not block.is_null}
+
+
+def to_poison(pool: BlockPool, free: Mapping[int, object]) -> list[int]:
+    """Blocks that were free and unknown, and those that were free and are now used as something else."""
+    blocks = pool.blocks
+    return [
+        index
+        for index, known in free.items()
+        if known is None or (blocks[index].ref_cnt and blocks[index].block_hash != known)
+    ]
+
+
+def _write_model(folder: Path, num_heads: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shape = {
         "architectures": ["LlamaForCausalLM"],
@@ -239,7 +295,7 @@ def _write_model(folder: Path) -> None:
         "hidden_size": 4 * HEAD_SIZE,
         "intermediate_size": 32,
         "num_attention_heads": 4,
-        "num_key_value_heads": HEADS,
+        "num_key_value_heads": num_heads,
         "head_dim": HEAD_SIZE,
         "num_hidden_layers": LAYERS,
         "vocab_size": VOCABULARY,

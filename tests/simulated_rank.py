@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from operator import xor
 
 import numpy as np
+import pytest
 import torch
+from simulated_faults import CopyGates
 from simulated_model import BLOCK, HEAD_SIZE, POISON, WORDS, Share, Truth, Words, folded, next_token
+from thread_collective import Groups, ThreadCollective
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +25,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_hicache.connectors.hicache import HiCacheConnector
 from vllm_hicache.names import Slot
+from vllm_hicache.place import Place
+from vllm_hicache.worker import WorkerHalf
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,28 @@ class SimulatedRank:
     Args:
         config: this rank's, `None` without a connector.
         before_forward: called before each forward pass.
+        groups: where it meets the others of its stage.
+
+    Attributes:
+        collectives: what the connector gathers by.
+        is_healthy: what its metrics have said last.
     """
 
     def __init__(
-        self, number: int, share: Share, num_blocks: int, config: VllmConfig | None, before_forward: Callable[[], None]
+        self,
+        number: int,
+        share: Share,
+        num_blocks: int,
+        config: VllmConfig | None,
+        before_forward: Callable[[], None],
+        groups: Groups,
     ) -> None:
         self.number = number
         self.share = share
+        self.collectives: list[ThreadCollective] = []
+        self.is_healthy = True
         self._before_forward = before_forward
+        self._groups = groups
         # [layers, blocks, heads, WORDS, tokens]: as on the CPU, the interior of a slab is not token-major.
         shape = (share.num_layers, num_blocks, share.num_heads, WORDS, BLOCK)
         self.device: Words = np.full(shape, POISON, np.uint64)
@@ -93,6 +112,8 @@ class SimulatedRank:
     def _start(self, config: VllmConfig) -> HiCacheConnector:
         num_layers, num_blocks, num_heads = self.device.shape[:3]
         worker = HiCacheConnector(config, KVConnectorRole.WORKER, self.share.cache_config(num_blocks))
+        side = worker._worker
+        side._open_collective = partial(self._join, side._place, side._config.rank_timeout_s)
         shape = (num_layers, num_blocks, num_heads, BLOCK, 2 * HEAD_SIZE)
         tensors = torch.from_numpy(self.device.view(np.int64)).view(torch.bfloat16).reshape(shape)
         worker.register_kv_caches(dict(zip(self.share.layer_names, tensors, strict=True)))
@@ -102,9 +123,26 @@ class SimulatedRank:
         """This rank's inventory."""
         return self.worker.get_handshake_metadata()
 
+    @property
+    def half(self) -> WorkerHalf:
+        """The connector's worker half."""
+        return self.worker._worker.half
+
+    def keeps(self, slot: Slot) -> bool:
+        """Whether a slot lies on this rank."""
+        return self.half._pool.shard.owns(slot)
+
     def host_bytes(self, slot: Slot) -> bytes:
-        """What a slot of its host pool holds."""
-        return self.worker._worker.half._pool.tensor[slot].numpy().tobytes()
+        """What one of its slots holds."""
+        pool = self.half._pool
+        return pool.tensor[pool.row(slot)].numpy().tobytes()
+
+    def gate_copies(self, patch: pytest.MonkeyPatch) -> CopyGates:
+        """Gates before this rank's copies; where pages are exchanged, before what came is copied to the device."""
+        gates, exchange = CopyGates(patch, self.half._engine._copier), self.half._engine._exchange
+        for staging in exchange._stagings if exchange is not None else ():
+            patch.setattr(staging, "place", CopyGates._gated(staging.place, gates.load))
+        return gates
 
     def run(self, batch: Batch) -> None:
         """Run a step; the connector's part of the answer stays in the batch."""
@@ -121,11 +159,14 @@ class SimulatedRank:
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         transfers = self.worker.get_transfer_results(batch.output.finished_req_ids)
+        invalid = self.worker.get_block_ids_with_load_errors()
+        stats = self.worker.get_kv_connector_stats()
+        self.is_healthy = self.is_healthy if stats is None else stats.data["healthy"] == 1
         batch.results[self.number] = KVConnectorOutput(
             finished_sending=transfers.finished_sending,
             finished_recving=transfers.finished_recving,
-            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=self.worker.get_kv_connector_stats(),
+            invalid_block_ids=invalid,
+            kv_connector_stats=stats,
             kv_cache_events=self.worker.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
@@ -135,6 +176,12 @@ class SimulatedRank:
         """Stop the connector."""
         if self.worker is not None:
             self.worker.shutdown()
+
+    def _join(self, place: Place, timeout_s: float, members: Sequence[int], device: torch.device) -> ThreadCollective:
+        stage = place.rank // place.tp_size
+        rank = members.index(place.tp_rank)
+        self.collectives.append(self._groups.join((stage, *members), rank, len(members), timeout_s))
+        return self.collectives[-1]
 
     def _forward(self, batch: Batch) -> list[int]:
         self._before_forward()
@@ -147,19 +194,22 @@ class SimulatedRank:
         return span.truth.words(span.tokens[: span.end])[:, self.share.layers, self.share.heads]
 
     def _compute(self, span: Span) -> None:
-        positions = np.arange(span.start, span.end)
-        blocks = np.array(span.blocks)[positions // BLOCK]
-        self.device.transpose(1, 4, 0, 2, 3)[blocks, positions % BLOCK] = self._words(span)[span.start :]
+        positions = self.share.owned(np.arange(span.start, span.end))
+        blocks = np.array(span.blocks)[positions // (BLOCK * self.share.num_owners)]
+        self.device.transpose(1, 4, 0, 2, 3)[blocks, positions % BLOCK] = self._words(span)[positions]
 
     def _attend(self, batch: Batch, span: Span) -> int:
-        """Read all that attention would read, and compare it; it folded, nothing of it from a replica."""
-        blocks = list(span.blocks[: -(-span.end // BLOCK)])
-        seen = self.device[:, blocks].transpose(1, 4, 0, 2, 3).reshape(-1, *self._words(span).shape[1:])[: span.end]
-        wrong = np.argwhere(seen != self._words(span))
+        """Read all that attention would read here, and compare it; it folded, nothing of it from a replica."""
+        positions = self.share.owned(np.arange(span.end))
+        blocks = list(span.blocks[: -(-len(positions) // BLOCK)])
+        wanted = self._words(span)[positions]
+        seen = self.device[:, blocks].transpose(1, 4, 0, 2, 3).reshape(-1, *wanted.shape[1:])[: len(positions)]
+        wrong = np.argwhere(seen != wanted)
         if len(wrong):
-            position, layer, head, _ = wrong[0]
+            index, layer, head, _ = wrong[0]
             raise AssertionError(
-                f"step {batch.number}, rank {self.number}: request {span.name} sees wrong KV at position {position} of "
-                f"{span.end}, its layer {layer}, its head {head}; {len(set(wrong[:, 0]))} positions are wrong"
+                f"step {batch.number}, rank {self.number}: request {span.name} sees wrong KV at position "
+                f"{positions[index]} of {span.end}, its layer {layer}, its head {head}; {len(set(wrong[:, 0]))} "
+                "positions are wrong"
             )
         return folded(seen) if self.share.replica == 0 else 0

@@ -6,13 +6,14 @@ from dataclasses import fields
 
 import pytest
 
-from vllm_hicache.config import Config, Consensus, HostMemory, PrefetchPolicy, WritePolicy
+from vllm_hicache.config import Config, Consensus, HostMemory, HostTier, PrefetchPolicy, WritePolicy
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid
 
 EVERYTHING: dict[str, tuple[object, object]] = {
     "store": ("memory://shared", "memory://shared"),
     "host_memory": ("8GiB", HostMemory(8 << 30, None)),
+    "host_tier": ("replicated", HostTier.REPLICATED),
     "page_tokens": (256, 256),
     "grid": ("2x4", Grid(2, 4)),
     "write": ("selective", WritePolicy.SELECTIVE),

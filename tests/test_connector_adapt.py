@@ -103,6 +103,8 @@ def engine(**changes: object) -> SimpleNamespace:
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            dcp_kv_cache_interleave_size=1,
             prefill_context_parallel_size=1,
         ),
         speculative_config=None,
@@ -141,7 +143,7 @@ def test_a_plain_engine_is_served(kind: type[SimpleNamespace]) -> None:
         (
             "parallel_config__decode_context_parallel_size",
             2,
-            "decode_context_parallel_size=2 .* set decode_context_parallel_size=1",
+            "cp_kv_cache_interleave_size=1 .* blocks of 32 .* set --cp-kv-cache-interleave-size 32 and .* 64 or more",
         ),
         ("parallel_config__prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
         ("speculative_config", SimpleNamespace(method="ngram"), "remove speculative_config or run without"),
@@ -152,6 +154,13 @@ def test_an_engine_that_is_not_served_is_refused_by_property_and_value(
 ) -> None:
     with pytest.raises(UnsupportedEngineError, match=message):
         check_engine(engine(**{change: value}), groups(group()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"])
+def test_requests_that_are_sharded_block_by_block_are_served(name: str) -> None:
+    changes = {"parallel_config__decode_context_parallel_size": 2, f"parallel_config__{name}": 32}
+    check_engine(engine(**changes), groups(group()))  # type: ignore[arg-type]
+    assert place(engine(**changes)).dcp_size == 2  # type: ignore[arg-type]
 
 
 PARALLEL = {

@@ -1,4 +1,4 @@
-"""The slot pool hands each slot to one holder at a time, says so when one errs, and is full after aborts."""
+"""The slot pool hands each slot to one holder at a time, on the owners asked for, and is full after aborts."""
 
 from __future__ import annotations
 
@@ -62,12 +62,71 @@ def test_negative_numbers_are_refused(bad: object) -> None:
         bad()
 
 
-@given(st.lists(st.integers(-4, 4), max_size=40))
-def test_free_and_taken_add_up_after_any_sequence(steps: list[int]) -> None:
-    pool, held = SlotPool(10), list[Slot]()
+@pytest.mark.parametrize(
+    ("num_owners", "sentence"), [(0, "shared out to 0 owners"), (3, "evenly to 3 owners: give a multiple of 3")]
+)
+def test_slots_that_cannot_be_shared_out_evenly_are_refused(num_owners: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"a pool of 10 slots cannot be .*{sentence}"):
+        SlotPool(10, num_owners)
+
+
+def test_slots_are_taken_from_owners_in_turn() -> None:
+    pool = SlotPool(12, num_owners=3)
+    owners = [slot % 3 for slot in pool.take(7, first_owner=2) or []]
+    assert owners == [2, 0, 1, 2, 0, 1, 2]
+    assert [pool.num_free_of(owner) for owner in range(3)] == [2, 2, 1]
+    assert (pool.num_free, pool.num_slots, pool.num_owners) == (5, 12, 3)
+
+
+def test_take_is_all_or_nothing_where_one_owner_has_too_few() -> None:
+    pool = SlotPool(6, num_owners=3)
+    pool.take(1, first_owner=1)
+    assert pool.take(5) is None
+    assert [pool.num_free_of(owner) for owner in range(3)] == [2, 1, 2]
+    pool.check()
+    assert [pool.num_takeable(first, 9) for first in range(3)] == [4, 3, 5]
+
+
+def test_slots_of_each_owner_that_came_back_last_go_out_first() -> None:
+    pool = SlotPool(6, num_owners=2)
+    pool.take(6)
+    pool.give_back([Slot(slot) for slot in (4, 1, 0, 3)])
+    assert pool.take(3, first_owner=1) == [1, 0, 3]
+    assert pool.take(1) == [4]
+
+
+def test_the_slots_of_one_owner_are_handed_out_as_they_lie() -> None:
+    pool = SlotPool(5)
+    assert pool.take(3, first_owner=2) == [2, 1, 0]
+    pool.give_back([Slot(2), Slot(0)])
+    assert (pool.take(3), pool.num_free_of(0)) == ([3, 2, 0], 1)
+
+
+@given(st.integers(1, 4), st.data())
+def test_a_run_of_owners_is_as_long_as_their_free_slots_allow(num_owners: int, data: st.DataObject) -> None:
+    pool = SlotPool(5 * num_owners, num_owners)
+    for owner in range(num_owners):
+        for _ in range(data.draw(st.integers(0, 5))):
+            pool.take(1, first_owner=owner)
+    first, limit = data.draw(st.integers(0, num_owners - 1)), data.draw(st.integers(0, 24))
+    left, expected = [pool.num_free_of(owner) for owner in range(num_owners)], 0
+    while expected < limit and left[(first + expected) % num_owners]:
+        left[(first + expected) % num_owners] -= 1
+        expected += 1
+    assert pool.num_takeable(first, limit) == expected
+    assert expected == limit or pool.take(expected + 1, first) is None
+    assert [slot % num_owners for slot in pool.take(expected, first) or []] == [
+        (first + i) % num_owners for i in range(expected)
+    ]
+    assert [pool.num_free_of(owner) for owner in range(num_owners)] == left
+
+
+@given(st.lists(st.integers(-4, 4), max_size=40), st.sampled_from([1, 2, 5]))
+def test_free_and_taken_add_up_after_any_sequence(steps: list[int], num_owners: int) -> None:
+    pool, held = SlotPool(10, num_owners), list[Slot]()
     for step in steps:
         if step >= 0:
-            held += pool.take(step) or []
+            held += pool.take(step, first_owner=len(held) % num_owners) or []
         else:
             pool.give_back([held.pop(0) for _ in range(min(-step, len(held)))])
         pool.check()
@@ -76,8 +135,22 @@ def test_free_and_taken_add_up_after_any_sequence(steps: list[int]) -> None:
 
 def test_check_sees_a_slot_that_is_free_and_taken() -> None:
     pool = SlotPool(3)
-    pool._free.append(1)
+    pool._free[0].append(1)
     with pytest.raises(InvariantError, match=r"4 free \(3 distinct, 0 also taken\) \+ 0 taken != 3 slots"):
+        pool.check()
+
+
+def test_check_sees_a_slot_that_is_free_twice_in_place_of_another() -> None:
+    pool = SlotPool(3)
+    pool._free[0][0] = pool._free[0][1]
+    with pytest.raises(InvariantError, match=r"3 free \(2 distinct, 0 also taken\) \+ 0 taken != 3 slots"):
+        pool.check()
+
+
+def test_check_sees_a_slot_in_another_owners_class() -> None:
+    pool = SlotPool(6, num_owners=2)
+    pool._free[0].append(pool._free[1].pop())
+    with pytest.raises(InvariantError, match="1 of the 4 free slots of owner 0 are another's, of 2 owners"):
         pool.check()
 
 

@@ -15,6 +15,7 @@ from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, RoleShape
 from vllm_hicache.grid import Grid
 from vllm_hicache.inventory import Inventory, agree, check_writers
 from vllm_hicache.names import Role
+from vllm_hicache.ownership import Ownership, Shard
 
 UNHURRIED = settings(deadline=None)
 ENGINES = role_shapes().flatmap(lambda roles: st.tuples(layouts(roles), cuts(roles)))
@@ -59,7 +60,7 @@ def test_ranks_agree_in_whatever_order_they_come_on_the_smallest_pool(
     layout, cut = engine
     found = inventories(cut.ranks(layout))
     pools = data.draw(st.lists(st.integers(1, 1_000), min_size=len(found), max_size=len(found)))
-    found = [replace(each, num_slots=size) for each, size in zip(found, pools, strict=True)]
+    found = [replace(each, num_rows=size) for each, size in zip(found, pools, strict=True)]
     assert agree(data.draw(st.permutations(found)), len(found)).num_slots == min(pools)
 
 
@@ -164,6 +165,61 @@ def test_replicas_whose_numbers_leave_one_out_are_refused() -> None:
     found = ranks(Cut(2, (4,)), layout_of(4, 1, Grid()))
     found[1] = replace(found[1], holdings=(replace(found[1].holdings[0], replica=2),))
     assert "rank 1 is replica 2 of 2 of target layer 0, KV head 0, but 2 ranks hold it" in refusal(found, 2)
+
+
+# Owners
+
+
+ONE_HEAD = layout_of(4, 1, Grid())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(("tp_size", "num_owners"), [(2, 2), (4, 2), (4, 4), (8, 4), (3, 3), (8, 1)])
+def test_a_group_has_room_for_as_many_pages_as_all_of_its_owners_in_the_least_pool(
+    tp_size: int, num_owners: int, on_device: bool
+) -> None:
+    ownership = Ownership(num_owners, on_device)
+    found = inventories(Cut(tp_size, (2, 2)).ranks(ONE_HEAD, ownership))
+    found[tp_size + 1] = replace(found[tp_size + 1], num_rows=7)
+    agreed = agree(found, 2 * tp_size)
+    assert (agreed.ownership, agreed.num_slots) == (ownership, 7 * num_owners)
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp_size", "num_owners", "message"),
+    [
+        (LAYOUT, 2, 2, "rank 0 is owner 0 of 2, but replica 0 of 1 of its target heads: set .* to a divisor of 1"),
+        (ONE_HEAD, 4, 3, "rank 0 is owner 0 of 3, but replica 0 of 4 of its target heads: set .* to a divisor of 4"),
+        (layout_of(4, 2, Grid()), 4, 4, "rank 0 is owner 0 of 4, but replica 0 of 2 of its target heads"),
+    ],
+)
+def test_owners_that_are_not_as_many_as_replicas_can_be_shared_among_are_refused(
+    layout: PageLayout, tp_size: int, num_owners: int, message: str
+) -> None:
+    (num_layers,) = (shape.num_layers for shape in layout.roles)
+    found = inventories(Cut(tp_size, (num_layers,)).ranks(layout, Ownership(num_owners)))
+    assert re.search(message, refusal(found, tp_size))
+
+
+def test_a_rank_that_is_another_owner_than_its_replica_says_is_refused() -> None:
+    found = inventories(Cut(4, (4,)).ranks(ONE_HEAD, Ownership(2)))
+    found[3] = replace(found[3], shard=Shard(Ownership(2), 0))
+    assert "rank 3 is owner 0 of 2, but replica 3 of 4 of its target heads" in refusal(found)
+
+
+def test_a_draft_with_fewer_replicas_than_owners_is_refused() -> None:
+    layout = PageLayout((RoleShape(Role.TARGET, 4, 1, 8), RoleShape(Role.DRAFT, 2, 4, 8)), 2, 2, Grid())
+    found = inventories(Cut(4, (4,)).ranks(layout, Ownership(2)))
+    assert "rank 0 is owner 0 of 2, but replica 0 of 1 of its draft heads" in refusal(found)
+
+
+@pytest.mark.parametrize("other", [Ownership(4), Ownership(2, True), Ownership()])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_shares_its_pages_out_in_another_way_is_refused(rank: int, other: Ownership) -> None:
+    found = inventories(Cut(4, (4,)).ranks(ONE_HEAD, Ownership(2)))
+    found[rank] = replace(found[rank], shard=Shard(other, rank % other.num_owners))
+    message = refusal(found)
+    assert message.startswith(f"rank {rank} has another way of sharing out pages than rank 0: {other} and ")
 
 
 def test_a_draft_is_tiled_by_itself() -> None:

@@ -51,7 +51,7 @@ def test_a_grid_that_no_setting_names_is_the_one_that_suits_the_model(make_half:
 
 def test_a_ratio_of_host_memory_is_one_of_this_ranks_device_cache(make_half: MakeHalf) -> None:
     inventory = make_half(device_tensors(LAYOUT), host_memory="2x").hand_over()
-    assert inventory.num_slots == 2 * LAYOUT.blocks // 2
+    assert inventory.num_rows == 2 * LAYOUT.blocks // 2
 
 
 def test_more_host_memory_than_the_machine_has_is_refused_with_both_numbers(make_half: MakeHalf) -> None:

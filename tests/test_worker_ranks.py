@@ -328,7 +328,7 @@ def test_memory_is_counted_for_all_ranks_of_the_machine(make_half: MakeHalf, ava
     tensors = share(device_tensors(WHOLE), (0, 3), (0, 1))
     arguments = {"available_bytes": available_bytes, "place": tensor_place(0), "host_memory": "2KiB"}
     if fits:
-        assert make_half(tensors, **arguments).hand_over().num_slots == 2048 // SHARE_BYTES
+        assert make_half(tensors, **arguments).hand_over().num_rows == 2048 // SHARE_BYTES
         return
     with pytest.raises(ConfigError, match=r"asks for 2KiB on rank 0 \(2 ranks, 4KiB together\)"):
         make_half(tensors, **arguments)

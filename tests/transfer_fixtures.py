@@ -24,7 +24,7 @@ from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.wrappers import StoreWrapper
-from vllm_hicache.transfer.copier import Copier, CpuCopier, Fence
+from vllm_hicache.transfer.copier import Copier, CpuCopier, Fence, Staging
 from vllm_hicache.transfer.device import DeviceCache
 from vllm_hicache.transfer.engine import TransferEngine
 from vllm_hicache.transfer.host import HostPool
@@ -279,6 +279,9 @@ class WatchedCopier(Copier):
     def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
         self.before.get(("save", moves[0].slot), nothing)()
         self._inner.save(moves, fence)
+
+    def make_staging(self, rows: torch.Tensor) -> Staging:
+        return self._inner.make_staging(rows)
 
 
 class Machine:

@@ -38,6 +38,13 @@ class Consensus(StrEnum):
     ENFORCE = "enforce"
 
 
+class HostTier(StrEnum):
+    """What host memory keeps of KV that several ranks hold alike: each page once among them, or on each of them."""
+
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+
+
 class PrefetchPolicy(StrEnum):
     """How long a request waits for pages that are in the store only."""
 
@@ -97,6 +104,7 @@ class Config:
     Attributes:
         store: URL of the L3 store, or `none`.
         host_memory: size of the host pool of each rank.
+        host_tier: whether ranks that hold the same KV keep its pages in turn, or all of them each.
         page_tokens: tokens of a page; `None` takes the smallest multiple of the block size from 64 on.
         grid: objects a page is cut in; `None` takes what suits the model.
         write: when pages are flushed to the store.
@@ -120,6 +128,7 @@ class Config:
 
     store: str = DEFAULT_STORE
     host_memory: HostMemory = HostMemory(None, 2.0)
+    host_tier: HostTier = HostTier.SHARDED
     page_tokens: int | None = None
     grid: Grid | None = None
     write: WritePolicy = WritePolicy.THROUGH
@@ -158,6 +167,7 @@ class Config:
         config = cls(
             store=values.text("store", DEFAULT_STORE),
             host_memory=HostMemory.parse(raw["host_memory"]) if "host_memory" in raw else HostMemory(None, 2.0),
+            host_tier=values.choice("host_tier", HostTier, HostTier.SHARDED),
             page_tokens=values.optional_count("page_tokens"),
             grid=Grid.parse(values.text("grid", "1x1")) if raw.get("grid") is not None else None,
             write=values.choice("write", WritePolicy, WritePolicy.THROUGH),
@@ -206,8 +216,20 @@ class Config:
         """How long a load may wait for the store, seconds; `None` waits for every page or its failure."""
         return self.prefetch_timeout_s if self.prefetch == PrefetchPolicy.TIMEOUT else None
 
-    def page_tokens_for(self, block_tokens: int) -> int:
-        """Tokens of a page for an engine with blocks of `block_tokens` tokens."""
+    def page_tokens_for(self, block_tokens: int, is_sharded: bool = False) -> int:
+        """Tokens of a page for an engine with blocks of `block_tokens` tokens; one block where it shards requests.
+
+        Raises:
+            ConfigError: `page_tokens` is another number than such an engine's.
+        """
+        if is_sharded:
+            if self.page_tokens not in (None, block_tokens):
+                raise ConfigError(
+                    f"page_tokens={self.page_tokens} with context parallelism, where a page is one block of "
+                    f"{block_tokens} tokens: leave page_tokens out, or set --block-size and "
+                    f"--cp-kv-cache-interleave-size to {self.page_tokens}"
+                )
+            return block_tokens
         if self.page_tokens is not None:
             return self.page_tokens
         return -(-64 // block_tokens) * block_tokens

@@ -9,6 +9,7 @@
     │   ├── StoreTimeout                the call's deadline passed
     │   └── StoreUnavailable            the store cannot be reached or is full
     │       └── StoreDenied             the store answers, and refuses us this
+    ├── CollectiveError                 ranks of a group did not come together in time
     ├── RanksDisagree                   ranks differ, and the operator asked to stop then
     └── InvariantError                  a conservation law is broken: a bug of ours, always a stop
 
@@ -52,6 +53,10 @@ class StoreUnavailable(StoreError):
 
 class StoreDenied(StoreUnavailable):
     """The store answers and refuses our credentials, or this call to them. Trying again does not help."""
+
+
+class CollectiveError(HiCacheError):
+    """An all-gather among ranks failed or passed its deadline: a miss for a load, a stop in the forward pass."""
 
 
 class RanksDisagree(HiCacheError):

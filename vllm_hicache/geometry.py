@@ -21,6 +21,7 @@ from math import lcm
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid
 from vllm_hicache.names import PageKey, Role
+from vllm_hicache.ownership import Shard
 
 Range = tuple[int, int]
 """Half-open range of numbers."""
@@ -231,10 +232,12 @@ class RankGeometry:
 
     Attributes:
         holdings: one a role, in the order of the layout's roles.
+        shard: which of the group's pages this rank keeps.
     """
 
     layout: PageLayout
     holdings: tuple[Holding, ...]
+    shard: Shard = Shard()
 
     @property
     def blocks_per_page(self) -> int:
@@ -260,12 +263,13 @@ class RankGeometry:
         return sum(part.num_bytes for part in self.parts)
 
     def writes(self, key: PageKey, part: Part) -> bool:
-        """Whether this rank is the one of several that hold the same which writes this page's object.
+        """Whether this rank is the one of several that keep the same which writes this page's object.
 
-        By rotation over pages, so that replicas share the work evenly.
+        By rotation over pages, so that replicas share the work evenly. Asked of its own pages only.
         """
         holding = next(each for each in self.holdings if each.role == part.cell.role)
-        return int.from_bytes(key[:4], "little") % holding.num_replicas == holding.replica
+        num_alike = holding.num_replicas // self.shard.num_owners
+        return int.from_bytes(key[:4], "little") % num_alike == holding.replica // self.shard.num_owners
 
 
 def _part(cell: Cell, holding: Holding, offset: int) -> Part | None:

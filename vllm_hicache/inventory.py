@@ -13,6 +13,7 @@ from itertools import product
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, cut_of
 from vllm_hicache.names import Role
+from vllm_hicache.ownership import Ownership, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +25,35 @@ class Inventory:
         holdings: one a role.
         layout: the whole model's page, as this rank sees it.
         slot_bytes: bytes of a page on this rank.
-        num_slots: pages of its host pool.
+        num_rows: pages of its host pool.
         encoding: how a slab's interior is laid out.
+        shard: which pages of its group it keeps.
     """
 
     rank: int
     holdings: tuple[Holding, ...]
     layout: PageLayout
     slot_bytes: int
-    num_slots: int
+    num_rows: int
     encoding: str
+    shard: Shard = Shard()
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks have in common: the page's layout, the slab encoding, and the pages every pool has room for."""
+    """What all ranks have in common.
+
+    Attributes:
+        layout: the whole model's page.
+        encoding: how a slab's interior is laid out.
+        num_slots: pages that every group of ranks has room for, each kept once.
+        ownership: how a group shares them out.
+    """
 
     layout: PageLayout
     encoding: str
     num_slots: int
+    ownership: Ownership = Ownership()
 
 
 def agree(inventories: Sequence[Inventory], num_ranks: int) -> Agreed:
@@ -63,6 +74,7 @@ def agree(inventories: Sequence[Inventory], num_ranks: int) -> Agreed:
         for what, own, other in (
             ("layout of a page", each.layout, first.layout),
             ("slab encoding", each.encoding, first.encoding),
+            ("way of sharing out pages", each.shard.ownership, first.shard.ownership),
         ):
             if own != other:
                 raise ConfigError(
@@ -71,7 +83,11 @@ def agree(inventories: Sequence[Inventory], num_ranks: int) -> Agreed:
                 )
     for shape in first.layout.roles:
         _check_tiling(inventories, shape.role, shape.num_layers, shape.num_heads)
-    return Agreed(first.layout, first.encoding, min(each.num_slots for each in inventories))
+    for each in inventories:
+        _check_owner(each)
+    ownership = first.shard.ownership
+    num_rows = min(each.num_rows for each in inventories)
+    return Agreed(first.layout, first.encoding, num_rows * ownership.num_owners, ownership)
 
 
 def check_writers(inventories: Sequence[Inventory], layout: PageLayout) -> None:
@@ -127,6 +143,18 @@ def _check_tiling(inventories: Sequence[Inventory], role: Role, num_layers: int,
             f"rank {min(held.values())[0]} holds {_named(role, place)}, outside the model's {num_layers} layers and "
             f"{num_heads} heads: this model is not supported"
         )
+
+
+def _check_owner(inventory: Inventory) -> None:
+    """Replicas are owners in turn, so that each page has one owner among those that hold the same heads."""
+    shard = inventory.shard
+    for each in inventory.holdings:
+        if each.num_replicas % shard.num_owners or each.replica % shard.num_owners != shard.owner:
+            raise ConfigError(
+                f"rank {inventory.rank} is owner {shard.owner} of {shard.num_owners}, but replica {each.replica} of "
+                f"{each.num_replicas} of its {each.role} heads: set decode_context_parallel_size to a divisor of "
+                f"{each.num_replicas}"
+            )
 
 
 def _named(role: Role, place: tuple[int, int]) -> str:

@@ -24,7 +24,7 @@ class MetricSpec:
 SPECS = (
     MetricSpec("hit_tokens", "counter", "tier", "Prompt tokens served from this tier instead of being computed."),
     MetricSpec("lookup_tokens", "counter", None, "Prompt tokens that were looked for beyond vLLM's own prefix."),
-    MetricSpec("bytes", "counter", "direction", "Bytes moved: load, save (device), fetch, flush (store)."),
+    MetricSpec("bytes", "counter", "direction", "Bytes moved: load, save (device), exchange (ranks), fetch, flush."),
     MetricSpec("seconds", "counter", "direction", "Seconds spent moving bytes, summed over threads."),
     MetricSpec("misses", "counter", "reason", "Pages that were promised or looked for and not served."),
     MetricSpec("evicted_pages", "counter", "tier", "Pages evicted."),
@@ -33,11 +33,11 @@ SPECS = (
     MetricSpec("store_calls", "counter", "outcome", "Store calls by outcome; absent and present are no failures."),
     MetricSpec("store_seconds", "counter", "operation", "Seconds in store calls, summed over threads."),
     MetricSpec("store_circuit", "gauge", "side", "Circuit for reading, writing: 0 closed, 1 half-open, 2 open."),
-    MetricSpec("queue_depth", "gauge", "queue", "Pages that wait for load, save (device), fetch, flush (store)."),
+    MetricSpec("queue_depth", "gauge", "queue", "What waits: load, save (device), exchange (ranks), fetch, flush."),
     MetricSpec("host_pages", "gauge", "state", "Pages of the host pool: used, free, reserved."),
     MetricSpec("open_operations", "gauge", None, "Operations that have not settled on every rank."),
     MetricSpec("rank_differences", "counter", "kind", "Differences between ranks that the rank checker has named."),
-    MetricSpec("healthy", "gauge", None, "1 while every transfer thread runs, else 0."),
+    MetricSpec("healthy", "gauge", None, "1 while every transfer thread runs and ranks can exchange pages, else 0."),
 )
 
 BY_NAME = {spec.name: spec for spec in SPECS}

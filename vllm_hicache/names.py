@@ -12,7 +12,7 @@ PageKey = NewType("PageKey", bytes)
 """32-byte digest that names a page: everything that decides the meaning of its bytes."""
 
 Slot = NewType("Slot", int)
-"""Index of a page in one rank's host pool."""
+"""Number of a page in the host memory of a group of ranks: it says on which of them the page lies, and where."""
 
 BlockId = NewType("BlockId", int)
 """vLLM's block number on one rank."""

@@ -93,7 +93,7 @@ class Operations:
         found = self._tier.match(keys[: answer.host_end], touch=False)
         # The lease comes before the slots: what is reserved must not evict the very pages to be loaded.
         lease = self._tier.lease(keys, found.num_pages)
-        slots = self._reserve(answer.store_end - answer.host_end)
+        slots = self._reserve(keys, answer.host_end, answer.store_end)
         served = answer.host_end + len(slots)
         by_page = [*found.slots[answer.first :], *slots]
         moves: list[PageMove] = []
@@ -123,7 +123,7 @@ class Operations:
         if self._tier.match(keys[:start], touch=False).num_pages < start or keys[start] in self._moving:
             return
         lease = self._tier.lease(keys, start)
-        slots = self._reserve(stop - start)
+        slots = self._reserve(keys, start, stop)
         if not slots:
             lease.release()
             return
@@ -150,7 +150,7 @@ class Operations:
         if start == len(keys):
             return True
         lease = self._tier.lease(keys, present)
-        slots = self._reserve(len(keys) - start)
+        slots = self._reserve(keys, start, len(keys))
         stop = start + len(slots)
         if stop < len(keys):
             self._metrics.count("declined_pages", "save", len(keys) - stop)
@@ -161,7 +161,7 @@ class Operations:
         pages = [self._blocks_of(start + index, of_request, 0)[0] for index in range(len(slots))]
         moves = tuple(PageMove(key, slot, page) for key, slot, page in zip(keys[start:], slots, pages, strict=False))
         # From here on the blocks are ours too, whatever becomes of the request (decisions/0002).
-        held = [block for page in pages for block in page]
+        held = list(dict.fromkeys(block for page in pages for block in page))
         self._holds.hold(held)
         op = self._ledger.open(time.monotonic())
         self._saves.append(SaveOp(op, moves))
@@ -302,6 +302,9 @@ class Operations:
         done = answer.first + ack.pages_done
         if done < answer.store_end and ack.reason != MissReason.CANCELLED:
             tracked.banned_from = done
+        if done < answer.store_end and self._tier.ownership.on_device:
+            # The engine drops a whole block, and with it a page on every owner.
+            done -= done % self._tier.num_owners
         for tier, count in tokens_by_tier(answer, record.tokens, done, self._page).items():
             self._metrics.count("hit_tokens", tier.value, count)
 
@@ -347,8 +350,8 @@ class Operations:
         if enough and 0 in found.stored:
             self.flush(keys, range(found.num_pages))
 
-    def _reserve(self, num_pages: int) -> list[Slot]:
-        slots, evicted = self._tier.reserve(num_pages)
+    def _reserve(self, keys: Sequence[PageKey], start: int, stop: int) -> list[Slot]:
+        slots, evicted = self._tier.reserve(keys, start, stop - start)
         self.note_evicted(evicted)
         return slots
 
@@ -360,7 +363,13 @@ class Operations:
             self._events.removed(Tier.HOST, page.key)
 
     def _blocks_of(self, page: int, blocks: Sequence[BlockId], local: int) -> tuple[tuple[BlockId, ...], int]:
-        """Blocks of a page without those that hold the `local` leading tokens, and the first one's position."""
+        """Blocks of a page without those that hold the `local` leading tokens, and the first one's position.
+
+        Where the engine shards requests, a block's number stands for a row of it on every owner.
+        """
+        ownership = self._tier.ownership
+        if ownership.on_device:
+            return (blocks[ownership.row(page)],), 0
         start = page * self._blocks_per_page
         skip = max(0, local // self._block - start)
         return tuple(blocks[start + skip : start + self._blocks_per_page]), skip

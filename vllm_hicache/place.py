@@ -17,6 +17,7 @@ class Place:
         num_heads: KV heads of the whole model.
         num_layers: attention layers of the whole model.
         num_neighbours: ranks on this machine, itself included: they share its memory.
+        dcp_size: neighbouring tensor ranks over which the engine shards the KV of each request, block by block.
     """
 
     rank: int = 0
@@ -25,6 +26,7 @@ class Place:
     num_heads: int = 0
     num_layers: int = 0
     num_neighbours: int = 1
+    dcp_size: int = 1
 
     @property
     def tp_rank(self) -> int:

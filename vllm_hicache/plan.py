@@ -121,7 +121,7 @@ class Plan:
         acks: what ranks are to consume, in this order.
         cancels: loads whose result nobody waits for any more.
         asks: operations of which a rank has been silent: every rank reports them again.
-        num_slots: pages of every host pool that are used, agreed at start.
+        num_slots: pages of host memory that are used in every group of ranks, agreed at start.
         idle: the engine computes nothing in this step, so that workers may wait a moment for what is under way.
     """
 

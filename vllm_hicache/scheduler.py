@@ -26,6 +26,7 @@ from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, PageKey, RequestId, Tier
 from vllm_hicache.namespace import Namespace
 from vllm_hicache.operations import Operations, tokens_by_tier
+from vllm_hicache.ownership import Ownership
 from vllm_hicache.plan import OpReport, Plan
 from vllm_hicache.stores import StoreFactory
 from vllm_hicache.tracking import Answer, BlockHolds, TokenSource, Tracked
@@ -50,11 +51,12 @@ class SchedulerHalf:
 
     Args:
         block_tokens: tokens of a device block.
-        num_slots: pages of the host pool, the minimum over ranks.
+        num_slots: pages that every group of ranks has room for.
         ranks: every rank that reports; the checker compares them where there are several.
         open_store: `None` without an L3 store.
         lookups: `None` without an L3 store.
         record_events: whether page events are collected.
+        ownership: how a group of ranks shares out its pages.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class SchedulerHalf:
         open_store: StoreFactory | None = None,
         lookups: StoreLookups | None = None,
         record_events: bool = False,
+        ownership: Ownership = Ownership(),
     ) -> None:
         self._config = config
         self._page = namespace.page_tokens
@@ -80,7 +83,8 @@ class SchedulerHalf:
         watched = config.consensus != Consensus.OFF and len(ranks) > 1
         self._checker = RankChecker(ranks) if watched else None
         has_store = open_store is not None
-        self.tier = HostTier(num_slots, config.eviction, has_store and config.write == WritePolicy.BACK)
+        keep_unstored = has_store and config.write == WritePolicy.BACK
+        self.tier = HostTier(num_slots, config.eviction, keep_unstored, ownership)
         self._operations = Operations(
             config, self.tier, self._page, block_tokens, ranks, holds, metrics, self.events, has_store
         )

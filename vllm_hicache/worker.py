@@ -8,11 +8,12 @@ on is consumed when the plan acknowledges it. A rank that is alone agrees with i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import gcd
 from pathlib import Path
 
 import torch
 
-from vllm_hicache.config import Config, Consensus
+from vllm_hicache.config import Config, Consensus, HostTier
 from vllm_hicache.consensus import Consumption
 from vllm_hicache.drills import Drill
 from vllm_hicache.errors import ConfigError
@@ -21,19 +22,26 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.inventory import Inventory
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import OpId, Phase
+from vllm_hicache.ownership import Ownership, Shard
 from vllm_hicache.place import Place
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
 from vllm_hicache.ranklog import RankLog
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.stores import StoreFactory
-from vllm_hicache.transfer.copier import make_copier
+from vllm_hicache.transfer.collective import Collective
+from vllm_hicache.transfer.copier import Copier, make_copier
 from vllm_hicache.transfer.device import DeviceCache, RoleLayers
 from vllm_hicache.transfer.engine import TransferEngine
+from vllm_hicache.transfer.exchange import PageExchange
 from vllm_hicache.transfer.host import HostPool
 from vllm_hicache.units import format_bytes
 
 _IDLE_WAIT_S = 0.002
 """An engine with nothing to compute would else ask a thousand times a second, on cores that copies need."""
+
+
+OpenCollective = Callable[[Sequence[int], torch.device], Collective]
+"""Makes a collective of tensor ranks, for memory of a device; each of them calls it, in the same order."""
 
 
 class WorkerHalf:
@@ -46,6 +54,7 @@ class WorkerHalf:
         encoding: how a slab's interior is laid out.
         available_bytes: host memory the machine has to spare; `None` where it does not say.
         open_store: opens the store for pages of a grid; `None` without an L3 store.
+        open_collective: connects ranks of a stage; `None` where they cannot be, so that each keeps all of its pages.
 
     Raises:
         ConfigError: the caches, the page and the pool do not fit together.
@@ -61,19 +70,23 @@ class WorkerHalf:
         metrics: Metrics,
         available_bytes: int | None,
         open_store: Callable[[Grid], StoreFactory] | None = None,
+        open_collective: OpenCollective | None = None,
     ) -> None:
         self._config = config
         self._place = place
         self._stores: dict[bytes, ChunkStore] = {}
         cache = DeviceCache.from_tensors(caches, block_tokens)
-        geometry = RankGeometry(_layout(config, place, cache), _holdings(place, cache))
+        holdings = _holdings(place, cache)
+        shard = _shard(place, holdings, config.host_tier == HostTier.SHARDED and open_collective is not None)
+        geometry = RankGeometry(_layout(config, place, cache), holdings, shard)
         self._open_store = open_store(geometry.layout.grid) if open_store is not None else None
         wanted = config.host_memory.resolve(cache.num_bytes)
         _check_memory(wanted, place, available_bytes)
-        num_slots = wanted // geometry.slot_bytes
-        self._pool = HostPool(num_slots, geometry.slot_bytes, pin=cache.runs[0].view.device.type == "cuda")
+        num_rows = wanted // geometry.slot_bytes
+        device = cache.runs[0].view.device
+        self._pool = HostPool(num_rows, geometry.slot_bytes, device.type == "cuda", shard)
         self._inventory = Inventory(
-            place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_slots, encoding
+            place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_rows, encoding, shard
         )
         self._consumption = Consumption()
         self._drill = (
@@ -83,15 +96,17 @@ class WorkerHalf:
         self._asked: set[OpId] = set()
         self._reports: list[OpReport] = []
         self._agreed = False
+        copier = make_copier(cache, self._pool, geometry)
         self._engine = TransferEngine(
             place.rank,
             self._pool,
             geometry,
-            make_copier(cache, self._pool, geometry),
+            copier,
             metrics,
             config.fetch_threads,
             config.flush_threads,
             config.flush_queue_pages,
+            _exchange(place, self._pool, copier, device, open_collective),
         )
 
     def hand_over(self) -> Inventory:
@@ -104,6 +119,8 @@ class WorkerHalf:
         if self._drill is not None:
             self._drill.look()
         self._agree(plan.num_slots)
+        for ack in plan.acks:
+            self._engine.acknowledged(ack)
         self._consume_all(plan.acks)
         for op in plan.cancels:
             self._engine.cancel(op)
@@ -192,6 +209,30 @@ class WorkerHalf:
         return self._stores[namespace]
 
 
+def _shard(place: Place, holdings: Sequence[Holding], can_exchange: bool) -> Shard:
+    """Which pages this rank keeps among those that hold the same heads: its own on the device, or else in host memory.
+
+    vLLM numbers such ranks one after the other, so that the tensor rank says which owner this is.
+    """
+    if place.dcp_size > 1:
+        return Shard(Ownership(place.dcp_size, on_device=True), place.tp_rank % place.dcp_size)
+    num_owners = gcd(*(each.num_replicas for each in holdings)) if can_exchange else 1
+    return Shard(Ownership(num_owners), place.tp_rank % num_owners)
+
+
+def _exchange(
+    place: Place, pool: HostPool, copier: Copier, device: torch.device, open_collective: OpenCollective | None
+) -> PageExchange | None:
+    num_owners = pool.shard.num_owners
+    if num_owners == 1 or pool.shard.ownership.on_device or open_collective is None:
+        return None
+    first = place.tp_rank - pool.shard.owner
+    members = range(first, first + num_owners)
+    headers = open_collective(members, torch.device("cpu"))
+    pages = headers if device.type == "cpu" else open_collective(members, device)
+    return PageExchange(headers, pages, pool, copier, device)
+
+
 def _check_memory(wanted: int, place: Place, available_bytes: int | None) -> None:
     """Refuse a pool that this machine cannot give to each of its ranks."""
     total = wanted * place.num_neighbours
@@ -209,7 +250,7 @@ def _layout(config: Config, place: Place, cache: DeviceCache) -> PageLayout:
         RoleShape(each.role, place.layers_of(len(each.numbers)), place.heads_of(each.num_heads), each.slab_bytes)
         for each in cache.roles
     )
-    page_tokens = config.page_tokens_for(cache.block_tokens)
+    page_tokens = config.page_tokens_for(cache.block_tokens, place.dcp_size > 1)
     return PageLayout.suited(shapes, cache.block_tokens, page_tokens, config.grid)
 
 

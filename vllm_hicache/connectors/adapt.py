@@ -25,6 +25,7 @@ from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey
 from vllm_hicache.names import BlockId
 from vllm_hicache.namespace import Namespace
+from vllm_hicache.ownership import check_interleave
 from vllm_hicache.place import Place
 from vllm_hicache.secrets import Secrets
 
@@ -70,21 +71,21 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             "set kv_role to 'kv_both'"
         )
     parallel = vllm_config.parallel_config
-    sizes = {
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-    }
-    for name, size in sizes.items():
-        if size != 1:
-            raise UnsupportedEngineError(
-                f"{name}={size} is not supported yet: set {name}=1 or run without the connector"
-            )
+    if parallel.prefill_context_parallel_size != 1:
+        raise UnsupportedEngineError(
+            f"prefill_context_parallel_size={parallel.prefill_context_parallel_size} is not supported, because the "
+            "runner that this package is tested on has none: set it to 1, and shard KV by decode_context_parallel_size"
+        )
     if vllm_config.speculative_config is not None:
         raise UnsupportedEngineError(
             "speculative decoding is not supported yet, because a restored target without its draft state would be "
             "slow: remove speculative_config or run without the connector"
         )
     _check_groups(kv_cache_config)
+    if parallel.decode_context_parallel_size != 1:
+        # vLLM takes the older name too, but applies it in workers only.
+        older, newer = parallel.dcp_kv_cache_interleave_size, parallel.cp_kv_cache_interleave_size
+        check_interleave(older if older > 1 else newer, block_tokens(kv_cache_config))
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -116,6 +117,7 @@ def place(vllm_config: VllmConfig, rank: int | None = None) -> Place:
         num_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         num_layers=model.get_total_num_hidden_layers(),
         num_neighbours=parallel.local_world_size,
+        dcp_size=parallel.decode_context_parallel_size,
     )
 
 

@@ -133,6 +133,7 @@ class SchedulerSide:
             self._stores.on(layout.grid) if self._stores else None,
             StoreLookups(layout.cells, self.metrics) if self._stores else None,
             self._record_events,
+            agreed.ownership,
         )
         if self._stores:
             self._stores.announce(namespace)
@@ -238,22 +239,24 @@ class SchedulerSide:
         return [BlockId(block) for block in ids]
 
     def _say_hello(self, ranks: Sequence[Inventory]) -> None:
-        namespace, num_slots = self.half.namespace, self.half.tier.num_slots
+        namespace, tier = self.half.namespace, self.half.tier
+        num_owners = tier.ownership.num_owners
         logger.info(
-            "vllm-hicache is on: %d pages of %d tokens in host memory (%.2f GiB over %d ranks), store %s, grid %s, "
+            "vllm-hicache is on: %d pages of %d tokens in host memory (%.2f GiB over %d ranks%s), store %s, grid %s, "
             "namespace %s",
-            num_slots,
+            tier.num_slots,
             namespace.page_tokens,
-            num_slots * sum(rank.slot_bytes for rank in ranks) / 2**30,
+            tier.num_slots // num_owners * sum(rank.slot_bytes for rank in ranks) / 2**30,
             len(ranks),
+            f", each page on one of {num_owners}" if num_owners > 1 else "",
             self._stores.describe() if self._stores else "none",
             namespace.grid,
             namespace.digest().hex()[:16],
         )
-        if len({rank.num_slots for rank in ranks}) > 1:
+        if len({rank.num_rows for rank in ranks}) > 1:
             logger.info(
                 "Ranks have room for different numbers of pages, the least counts: %s",
-                ", ".join(f"rank {rank.rank} {rank.num_slots}" for rank in ranks),
+                ", ".join(f"rank {rank.rank} {rank.num_rows}" for rank in ranks),
             )
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(

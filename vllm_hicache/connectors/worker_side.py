@@ -6,11 +6,12 @@ speculation vLLM collects results before that, so that a step's saves are report
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_hicache.connectors import adapt
 from vllm_hicache.entries import Entry, Mark
@@ -21,6 +22,8 @@ from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId
 from vllm_hicache.plan import OpReport, Plan, RankNews
 from vllm_hicache.stores import StoreOpener
+from vllm_hicache.transfer.collective import Collective, GlooCollective, new_group
+from vllm_hicache.transfer.collective_cuda import TorchCuda, make_cuda_collective
 from vllm_hicache.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -60,7 +63,16 @@ class WorkerSide:
             self.metrics,
             look_at_host().spare_bytes,
             self._stores.on if self._stores else None,
+            self._open_collective if self._place.num_ranks > 1 else None,
         )
+
+    def _open_collective(self, members: Sequence[int], device: torch.device) -> Collective:
+        """Connect tensor ranks of this stage, for gathers of their own."""
+        limit_s = self._config.rank_timeout_s
+        ranks = [get_tp_group().ranks[member] for member in members]
+        if device.type == "cpu":
+            return GlooCollective(new_group(ranks, limit_s), limit_s)
+        return make_cuda_collective(new_group(ranks, limit_s, "nccl"), TorchCuda(device, limit_s))
 
     @property
     def half(self) -> WorkerHalf:

@@ -2,10 +2,15 @@
 
 Pure; scheduler thread only. A slot is free, reserved by an operation, or in the tree. After a reset, pages that
 operations still hold stay behind in a retired tree until they are let go, and are never matched again.
+
+A group of N ranks keeps every page once, on its owner: slot s lies on owner `s % N`, page q of a chain of rotation b
+on owner `(q + b) % N`. All chains that begin with the same page have one rotation for as long as the tree holds that
+page or an operation has slots reserved for one of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from vllm_hicache.errors import InvariantError
@@ -13,24 +18,34 @@ from vllm_hicache.index.eviction import make_policy
 from vllm_hicache.index.slots import SlotPool
 from vllm_hicache.index.tree import Evicted, Lease, Match, RadixTree, Victims
 from vllm_hicache.names import PageKey, Slot
+from vllm_hicache.ownership import Ownership
 
 
 class HostTier:
     """Pages in host memory, one logical index for all ranks.
 
     Args:
-        num_slots: capacity in pages, the minimum over ranks.
+        num_slots: capacity in pages, over all owners: their number times the minimum over ranks.
         policy: name of the eviction policy.
         keep_unstored: whether pages that are not in the store must not be evicted (write policy `back`).
+        ownership: how the ranks of a group share out pages.
+
+    Raises:
+        ValueError: `num_slots` is no multiple of the number of owners.
     """
 
-    def __init__(self, num_slots: int, policy: str, keep_unstored: bool = False) -> None:
+    def __init__(
+        self, num_slots: int, policy: str, keep_unstored: bool = False, ownership: Ownership = Ownership()
+    ) -> None:
         self._policy = policy
         self._keep_unstored = keep_unstored
-        self._pool = SlotPool(num_slots)
+        self._ownership = ownership
+        self._rotates = ownership.num_owners > 1 and not ownership.on_device
+        self._pool = SlotPool(num_slots, ownership.num_owners)
         self._tree = RadixTree(make_policy(policy))
         self._retired: list[RadixTree] = []
         self._reserved = 0
+        self._reservations = _Reservations()
 
     @property
     def num_slots(self) -> int:
@@ -38,9 +53,23 @@ class HostTier:
         return self._pool.num_slots
 
     @property
+    def ownership(self) -> Ownership:
+        """How the ranks of a group share out pages."""
+        return self._ownership
+
+    @property
+    def num_owners(self) -> int:
+        """Ranks among which pages are shared out."""
+        return self._ownership.num_owners
+
+    @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
         return self._pool.num_free
+
+    def num_free_of(self, owner: int) -> int:
+        """Slots of one owner that hold nothing."""
+        return self._pool.num_free_of(owner)
 
     @property
     def num_reserved(self) -> int:
@@ -54,7 +83,10 @@ class HostTier:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be reserved now, by eviction where needed. An upper bound with `keep_unstored`."""
+        """Pages that could be reserved now, by eviction where needed.
+
+        An upper bound with `keep_unstored`, and with several owners: a run of pages ends where one owner is full.
+        """
         return self._pool.num_free + self._tree.num_evictable
 
     def match(self, keys: Sequence[PageKey], touch: bool = True) -> Match:
@@ -65,43 +97,65 @@ class HostTier:
         """Pin the first `num_pages` pages of a chain that is in the tree."""
         return self._tree.lease(keys, num_pages)
 
-    def reserve(self, num_pages: int) -> tuple[list[Slot], list[Evicted]]:
-        """Take up to `num_pages` slots for an operation, evicting what is needed.
+    def reserve(self, keys: Sequence[PageKey], start: int, num_pages: int) -> tuple[list[Slot], list[Evicted]]:
+        """Take slots for pages keys[start:start + num_pages] of a chain, evicting what is needed.
 
         Returns:
-            The slots, fewer than asked when no more can be had, and the pages that were evicted for them.
+            Slots of the longest leading run that can be had, each on the owner of its page, and the pages that were
+            evicted for them.
+
+        Raises:
+            ValueError: the pages are no range of `keys`.
         """
+        if not 0 <= start <= start + num_pages <= len(keys):
+            raise ValueError(
+                f"cannot reserve {num_pages} pages from page {start} on of a chain of {len(keys)} keys: "
+                "give a range of the chain"
+            )
+        if not num_pages:
+            return [], []
         evicted: list[Evicted] = []
-        missing = num_pages - self._pool.num_free
-        if missing > 0:
-            evicted = self._tree.evict(missing, must_be_stored=self._keep_unstored)
-            self._pool.give_back([page.slot for page in evicted])
-        slots = self._pool.take(min(num_pages, self._pool.num_free)) or []
+        rotation = self._known_rotation(keys)
+        if rotation is None:
+            # Room comes first: where all is full, the new chain begins on the owner that eviction made room on.
+            evicted += self._evict(num_pages - self._pool.num_free)
+            rotation = max(range(self.num_owners), key=self._pool.num_free_of)
+        while gone := self._evict(self._num_lacking(start, num_pages, rotation)):
+            evicted += gone
+        first_owner = self._ownership.owner(start, rotation)
+        slots = self._pool.take(self._pool.num_takeable(first_owner, num_pages), first_owner) or []
         self._reserved += len(slots)
+        if slots and self._rotates:
+            self._reservations.add(keys[0], rotation, slots)
         return slots, evicted
 
     def attach(self, keys: Sequence[PageKey], start: int, slots: Sequence[Slot], stored: bool) -> int:
         """Put reserved slots into the tree as pages keys[start:start + len(slots)].
 
         All of them leave the caller's hands: those of pages that are there already, and all of them where the
-        pages before `start` have gone, become free.
+        pages before `start` have gone or lie in another rotation, become free.
 
         Returns:
             Pages that are new in the tree.
         """
-        self._reserved -= len(slots)
-        if self._tree.match(keys[:start], touch=False).num_pages < start:
+        if not slots:
+            return 0
+        self._unreserve(slots)
+        stop = start + len(slots)
+        rotation = (slots[0] - start) % self.num_owners
+        found = self._tree.match(keys[: start + 1], touch=False)
+        if found.num_pages < start or (found.num_pages and found.rotation != rotation):
             self._pool.give_back(slots)
             return 0
-        unused = self._tree.insert(keys[: start + len(slots)], slots, bytes([stored]) * len(slots), start)
+        unused = self._tree.insert(keys[:stop], slots, bytes([stored]) * len(slots), start, rotation)
         self._pool.give_back(unused)
         if stored:
-            self._tree.mark_stored(keys, start, start + len(slots))
+            self._tree.mark_stored(keys, start, stop)
         return len(slots) - len(unused)
 
     def abandon(self, slots: Sequence[Slot]) -> None:
         """Free reserved slots whose content nobody wants."""
-        self._reserved -= len(slots)
+        self._unreserve(slots)
         self._pool.give_back(slots)
 
     def mark_stored(self, keys: Sequence[PageKey], start: int, stop: int) -> None:
@@ -116,7 +170,7 @@ class HostTier:
         """Forget every page. Pages under a lease are freed when it ends; they are never matched again."""
         gone = self._tree.evict(self._tree.num_pages)
         self._pool.give_back([page.slot for page in gone])
-        if self._tree.num_pages:
+        if self._tree.num_pages or self._tree.num_leases:
             self._retired.append(self._tree)
         self._tree = RadixTree(make_policy(self._policy))
         return gone
@@ -125,11 +179,11 @@ class HostTier:
         """Free what has been let go in retired trees, and return it. Call it when a lease has ended."""
         gone = [page for tree in self._retired for page in tree.evict(tree.num_pages)]
         self._pool.give_back([page.slot for page in gone])
-        self._retired = [tree for tree in self._retired if tree.num_pages]
+        self._retired = [tree for tree in self._retired if tree.num_pages or tree.num_leases]
         return gone
 
     def check(self) -> None:
-        """Conservation: free + reserved + in trees == capacity.
+        """Conservation: free + reserved + in trees == capacity, and every reservation's rotation is known.
 
         Raises:
             InvariantError: it does not hold.
@@ -140,4 +194,75 @@ class HostTier:
             raise InvariantError(
                 f"host slots do not add up: free {self._pool.num_free} + reserved {self._reserved} + "
                 f"in trees {in_trees} = {total}, capacity {self._pool.num_slots}"
+            )
+        self._reservations.check(self._reserved if self._rotates else 0)
+
+    def _known_rotation(self, keys: Sequence[PageKey]) -> int | None:
+        """The rotation that a chain has, or must have; None where it is free to have any."""
+        if not self._rotates:
+            return 0
+        found = self._tree.match(keys[:1], touch=False)
+        return found.rotation if found.num_pages else self._reservations.rotation_of(keys[0])
+
+    def _num_lacking(self, start: int, num_pages: int, rotation: int) -> int:
+        """Slots that owners have too few of for pages [start, start + num_pages) of a chain, summed up."""
+        return sum(
+            max(0, self._ownership.num_owned(owner, num_pages, rotation, start) - self._pool.num_free_of(owner))
+            for owner in range(self.num_owners)
+        )
+
+    def _evict(self, num_pages: int) -> list[Evicted]:
+        """Free the slots of up to `num_pages` pages of any owner; none where it is 0 or less."""
+        if num_pages <= 0:
+            return []
+        gone = self._tree.evict(num_pages, must_be_stored=self._keep_unstored)
+        self._pool.give_back([page.slot for page in gone])
+        return gone
+
+    def _unreserve(self, slots: Sequence[Slot]) -> None:
+        if self._rotates:
+            self._reservations.remove(slots)
+        self._reserved -= len(slots)
+
+
+class _Reservations:
+    """Rotations of the chains that slots are reserved for, each kept until the last of its slots is let go.
+
+    Two operations on one new chain, neither of them in the tree yet, find each other here.
+    """
+
+    def __init__(self) -> None:
+        self._first_keys: dict[Slot, PageKey] = {}
+        self._rotations: dict[PageKey, int] = {}
+        self._num_slots: Counter[PageKey] = Counter()
+
+    def rotation_of(self, first_key: PageKey) -> int | None:
+        """Rotation of chains that begin with this page; None where no slot is reserved for any."""
+        return self._rotations.get(first_key)
+
+    def add(self, first_key: PageKey, rotation: int, slots: Sequence[Slot]) -> None:
+        """Note slots of a chain. The caller gives the rotation of `rotation_of` where there is one."""
+        self._first_keys.update(dict.fromkeys(slots, first_key))
+        self._rotations[first_key] = rotation
+        self._num_slots[first_key] += len(slots)
+
+    def remove(self, slots: Sequence[Slot]) -> None:
+        """Forget slots, and chains with their last one. InvariantError, and no change, where one is not reserved."""
+        known = sum(slot in self._first_keys for slot in set(slots))
+        if known != len(slots):
+            raise InvariantError(
+                f"{len(slots)} slots were let go, of which {known} are reserved, {len(self._first_keys)} are in all"
+            )
+        for first_key, num_slots in Counter(map(self._first_keys.pop, slots)).items():
+            self._num_slots[first_key] -= num_slots
+            if not self._num_slots[first_key]:
+                del self._num_slots[first_key], self._rotations[first_key]
+
+    def check(self, num_reserved: int) -> None:
+        """Each of `num_reserved` slots is of one chain with one rotation. InvariantError with the numbers."""
+        num_slots, by_chain = len(self._first_keys), Counter(self._first_keys.values())
+        if num_slots != num_reserved or by_chain != self._num_slots or by_chain.keys() != self._rotations.keys():
+            raise InvariantError(
+                f"{num_reserved} slots are reserved; {num_slots} are known, of {len(by_chain)} chains, "
+                f"{self._num_slots.total()} booked to {len(self._num_slots)} chains, {len(self._rotations)} rotations"
             )

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from vllm_hicache.geometry import Part, RankGeometry
+from vllm_hicache.names import Slot
 from vllm_hicache.plan import PageMove
+from vllm_hicache.transfer.collective import Pending
 from vllm_hicache.transfer.device import DeviceCache, LayerRun
 from vllm_hicache.transfer.host import Bytes, HostPool
 
@@ -46,6 +48,28 @@ class Copier(ABC):
     @abstractmethod
     def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
         """Device blocks to host slots."""
+
+    @abstractmethod
+    def make_staging(self, rows: torch.Tensor) -> Staging:
+        """Room for pages that ranks give each other, in `rows`, uint8 [num_rows, slot_bytes] of device memory."""
+
+
+class Staging(ABC):
+    """Pages on their way between ranks, laid out as slots, on the device. Used by one thread.
+
+    Attributes:
+        rows: uint8 [num_rows, slot_bytes].
+    """
+
+    rows: torch.Tensor
+
+    @abstractmethod
+    def fill(self, row: torch.Tensor, slot: Slot) -> None:
+        """Host slot to a row, in the order of the collective that sends it."""
+
+    @abstractmethod
+    def place(self, pending: Pending, moves: Sequence[PageMove | None], fence: Fence) -> None:
+        """Rows, once gathered, to device blocks: one move a row, `None` for a row that nobody wants here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +101,10 @@ class CpuCopier(Copier):
     num_load_threads = 2
 
     def __init__(self, cache: DeviceCache, pool: HostPool, geometry: RankGeometry) -> None:
-        self._views = [_views(piece, pool, geometry.blocks_per_page) for piece in _pieces(cache, geometry)]
+        self._pool = pool
+        self._blocks_per_page = geometry.blocks_per_page
+        self._pieces = _pieces(cache, geometry)
+        self._views = self._views_of(pool.tensor)
 
     def fence(self) -> Fence:
         """Nothing to wait for: the forward pass has returned when the engine's thread comes here."""
@@ -86,32 +113,61 @@ class CpuCopier(Copier):
     def load(self, moves: Sequence[PageMove], fence: Fence) -> None:
         """Host slots to device blocks."""
         for move in moves:
-            for position, block in enumerate(move.blocks, start=move.first_block):
-                for host, device in self._pairs(move, block, position):
-                    np.copyto(device, host)
+            for host, device in _pairs(self._views, self._pool.row(move.slot), move):
+                np.copyto(device, host)
 
     def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
         """Device blocks to host slots."""
         for move in moves:
-            for position, block in enumerate(move.blocks, start=move.first_block):
-                for host, device in self._pairs(move, block, position):
-                    np.copyto(host, device)
+            for host, device in _pairs(self._views, self._pool.row(move.slot), move):
+                np.copyto(host, device)
 
-    def _pairs(self, move: PageMove, block: int, position: int) -> list[tuple[Bytes, Bytes]]:
-        return [(slots[move.slot, :, :, position], blocks[block]) for slots, blocks in self._views]
+    def make_staging(self, rows: torch.Tensor) -> Staging:
+        """Room for pages that ranks give each other."""
+        return _CpuStaging(self._pool, rows, self._views_of(rows))
+
+    def _views_of(self, rows: torch.Tensor) -> _Views:
+        return [_views(piece, rows, self._blocks_per_page) for piece in self._pieces]
 
 
-def _views(piece: _Piece, pool: HostPool, blocks_per_page: int) -> tuple[Bytes, Bytes]:
-    """A piece in all slots [slots, heads, layers, blocks of a page, slab] and in all blocks of the device.
+_Views = list[tuple[Bytes, Bytes]]
+
+
+class _CpuStaging(Staging):
+    def __init__(self, pool: HostPool, rows: torch.Tensor, views: _Views) -> None:
+        self.rows = rows
+        self._pool = pool
+        self._views = views
+
+    def fill(self, row: torch.Tensor, slot: Slot) -> None:
+        row.copy_(self._pool.tensor[self._pool.row(slot)])
+
+    def place(self, pending: Pending, moves: Sequence[PageMove | None], fence: Fence) -> None:
+        pending.wait()
+        for index, move in enumerate(moves):
+            if move is not None:
+                for staged, device in _pairs(self._views, index, move):
+                    np.copyto(device, staged)
+
+
+def _pairs(views: _Views, row: int, move: PageMove) -> Iterator[tuple[Bytes, Bytes]]:
+    """A page in a row, and in its device blocks, slab for slab."""
+    for position, block in enumerate(move.blocks, start=move.first_block):
+        for rows, blocks in views:
+            yield rows[row, :, :, position], blocks[block]
+
+
+def _views(piece: _Piece, rows: torch.Tensor, blocks_per_page: int) -> tuple[Bytes, Bytes]:
+    """A piece in all rows [rows, heads, layers, blocks of a page, slab] and in all blocks of the device.
 
     Made once: with many small objects a page, cutting views out of the pool would take as long as the copies.
     """
     part, run = piece.part, piece.run
-    flat = pool.tensor.numpy()[:, part.offset : part.offset + part.num_bytes]
-    slots = flat.reshape(len(flat), part.num_heads, part.num_layers, blocks_per_page, -1)
+    flat = rows.numpy()[:, part.offset : part.offset + part.num_bytes]
+    units = flat.reshape(len(flat), part.num_heads, part.num_layers, blocks_per_page, -1)
     device = run.view.numpy()[:, part.first_head : part.first_head + part.num_heads]
     return (
-        slots[:, :, piece.low - part.first_layer : piece.high - part.first_layer],
+        units[:, :, piece.low - part.first_layer : piece.high - part.first_layer],
         device[:, :, piece.low - run.first_layer : piece.high - run.first_layer],
     )
 
@@ -141,17 +197,33 @@ class CudaCopier(Copier):
         """Host slots to device blocks."""
         with self._on_stream(fence):
             for move in moves:
-                self._staging.copy_(self._pool.tensor[move.slot], non_blocking=True)
-                for staged, device in self._pairs(move):
+                self._staging.copy_(self._pool.tensor[self._pool.row(move.slot)], non_blocking=True)
+                for staged, device in self._pairs(self._staging, move):
                     device.copy_(staged)
 
     def save(self, moves: Sequence[PageMove], fence: Fence) -> None:
         """Device blocks to host slots."""
         with self._on_stream(fence):
             for move in moves:
-                for staged, device in self._pairs(move):
+                for staged, device in self._pairs(self._staging, move):
                     staged.copy_(device)
-                self._pool.tensor[move.slot].copy_(self._staging, non_blocking=True)
+                self._pool.tensor[self._pool.row(move.slot)].copy_(self._staging, non_blocking=True)
+
+    def make_staging(self, rows: torch.Tensor) -> Staging:
+        """Room for pages that ranks give each other."""
+        return _CudaStaging(self, rows)
+
+    def bring(self, row: torch.Tensor, slot: Slot) -> None:
+        """Host slot to a row on the device, in the order of the current stream."""
+        row.copy_(self._pool.tensor[self._pool.row(slot)], non_blocking=True)
+
+    def scatter(self, pending: Pending, rows: torch.Tensor, moves: Sequence[PageMove | None], fence: Fence) -> None:
+        """Gathered rows to device blocks."""
+        with self._on_stream(fence):
+            pending.wait()
+            for row, move in zip(rows, moves, strict=True):
+                for staged, device in self._pairs(row, move) if move is not None else ():
+                    device.copy_(staged)
 
     @property
     def _stream(self) -> torch.cuda.Stream:
@@ -180,11 +252,11 @@ class CudaCopier(Copier):
         finally:
             self._stream.synchronize()
 
-    def _pairs(self, move: PageMove) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, row: torch.Tensor, move: PageMove) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in self._pieces:
             part = piece.part
-            flat = self._staging[part.offset : part.offset + part.num_bytes]
+            flat = row[part.offset : part.offset + part.num_bytes]
             units = flat.view(part.num_heads, part.num_layers, self._blocks_per_page, -1)
             heads = slice(part.first_head, part.first_head + part.num_heads)
             low = piece.low - piece.run.first_layer
@@ -192,6 +264,18 @@ class CudaCopier(Copier):
                 host = units[:, piece.low - part.first_layer : piece.high - part.first_layer, position]
                 pairs.append((host, piece.run.view[block, heads, low : low + piece.high - piece.low]))
         return pairs
+
+
+class _CudaStaging(Staging):
+    def __init__(self, copier: CudaCopier, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self._copier = copier
+
+    def fill(self, row: torch.Tensor, slot: Slot) -> None:
+        self._copier.bring(row, slot)
+
+    def place(self, pending: Pending, moves: Sequence[PageMove | None], fence: Fence) -> None:
+        self._copier.scatter(pending, self.rows, moves, fence)
 
 
 def make_copier(cache: DeviceCache, pool: HostPool, geometry: RankGeometry) -> Copier:

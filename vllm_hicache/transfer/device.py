@@ -77,11 +77,11 @@ class DeviceCache:
         Raises:
             ConfigError: a layer whose slabs are not contiguous, or layers of different shapes.
         """
-        named = sorted(caches.items(), key=lambda item: (_layer_number(item[0]), item[0]))
+        named = sorted(caches.items(), key=lambda item: (layer_number(item[0]), item[0]))
         roles: list[RoleLayers] = []
         runs: list[LayerRun] = []
         for role in (Role.TARGET, Role.DRAFT):
-            of_role = {name: tensor for name, tensor in named if _role(name) == role}
+            of_role = {name: tensor for name, tensor in named if role_of_layer(name) == role}
             if of_role:
                 roles.append(_role_layers(role, of_role))
                 runs += _runs(role, list(of_role.values()))
@@ -115,14 +115,16 @@ def _role_layers(role: Role, tensors: Mapping[str, torch.Tensor]) -> RoleLayers:
             "models with several shapes of KV are not supported yet, run without the connector"
         )
     ((num_heads, slab_bytes),) = shapes
-    return RoleLayers(role, tuple(_layer_number(name) for name in tensors), num_heads, slab_bytes)
+    return RoleLayers(role, tuple(layer_number(name) for name in tensors), num_heads, slab_bytes)
 
 
-def _role(name: str) -> Role:
+def role_of_layer(name: str) -> Role:
+    """Which model vLLM's layer of this name belongs to."""
     return Role.DRAFT if name.startswith(_DRAFT_PREFIX) else Role.TARGET
 
 
-def _layer_number(name: str) -> int:
+def layer_number(name: str) -> int:
+    """The layer's number in vLLM's name of it."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     return numbers[0] if numbers else 0
 

@@ -4,6 +4,9 @@ Owned by the worker half. `load`, `save`, `flush`, `cancel` and `collect` are ca
 never wait for bytes. Each direction has threads of its own, so that neither a long queue of flushes nor one that
 hangs is in a load's way. Saves have one thread, because a page is of use only after the pages before it. Each page
 of a load is fetched, checked and copied on its own, so that reading and copying overlap.
+
+Bytes of a page are its owner's affair. Where owners give each other their pages, those of a load are exchanged once
+every owner holds them: what was in host memory at once, what came from the store when that is acknowledged.
 """
 
 from __future__ import annotations
@@ -12,16 +15,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from vllm_hicache.errors import StoreError
+from vllm_hicache.errors import CollectiveError, StoreError
 from vllm_hicache.geometry import Part, RankGeometry
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import MissReason, OpId, Phase
-from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp
+from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.transfer.copier import Copier, Fence
+from vllm_hicache.transfer.exchange import Batch, PageExchange
 from vllm_hicache.transfer.host import HostPool
 from vllm_hicache.transfer.lane import Lane
 from vllm_hicache.transfer.tasks import LoadTask, WriteTask
@@ -33,6 +38,15 @@ _FLUSH_NICE = 19
 """Flushes take what computing leaves: nobody waits for them, and what is declined is offered again."""
 
 
+@dataclass(slots=True)
+class _Exchanged:
+    """A load whose pages owners give each other: the first `num_pages` of them, so far. The same on every rank."""
+
+    task: LoadTask
+    fence: Fence
+    num_pages: int = 0
+
+
 class TransferEngine:
     """Moves what plans ask for and tells what has come of it.
 
@@ -41,6 +55,7 @@ class TransferEngine:
         io_threads: threads that read from the store.
         flush_threads: threads that write to it.
         flush_queue_pages: pages that may wait to be flushed; beyond it a flush is declined.
+        exchange: gives this rank the pages of other owners; `None` where it has no use for them.
     """
 
     def __init__(
@@ -53,8 +68,10 @@ class TransferEngine:
         io_threads: int,
         flush_threads: int,
         flush_queue_pages: int,
+        exchange: PageExchange | None = None,
     ) -> None:
         self._rank = rank
+        self._exchange = exchange
         self._pool = pool
         self._geometry = geometry
         self._whole_parts = [part for part in geometry.parts if part.is_whole]
@@ -62,12 +79,17 @@ class TransferEngine:
         self._copier = copier
         self._metrics = metrics
         # A queued flush holds its host pages: a store that is slow without failing must not take half of the pool.
-        self._flush_queue_pages = min(flush_queue_pages, max(1, pool.num_slots // 2))
+        self._flush_queue_pages = min(flush_queue_pages, max(1, pool.num_rows // 2))
         self._loading = Lane("load", copier.num_load_threads, partial(self._count_error, "load"))
         self._saving = Lane("save", 1, partial(self._count_error, "save"))
         self._fetching = Lane("fetch", io_threads, partial(self._count_error, "fetch"))
         self._flushing = Lane("flush", flush_threads, partial(self._count_error, "flush"), _FLUSH_NICE)
-        self._lanes = (self._fetching, self._flushing, self._saving, self._loading)
+        self._lanes = [self._fetching, self._flushing, self._saving, self._loading]
+        if exchange is not None:
+            # One thread, for every rank takes part in the same exchanges in the same order.
+            self._exchanging = Lane("exchange", 1, partial(self._count_error, "exchange"))
+            self._lanes.append(self._exchanging)
+        self._exchanged: dict[OpId, _Exchanged] = {}
         self._loads: dict[OpId, LoadTask] = {}
         self._changed = threading.Condition()
         self._num_open = 0
@@ -87,45 +109,70 @@ class TransferEngine:
             vouched: leading pages whose slots are what the plan says; the others are not touched. `None`: all.
         """
         self._num_open += 1
-        task = LoadTask(op, self._on_received, self._on_settled)
+        is_exchanged = self._exchange is not None and op.request_id is not None
+        task = LoadTask(op, self._on_received, self._on_settled, self._pool.shard, is_exchanged)
         self._loads[op.op] = task
         task.start()
         if vouched is not None and vouched < len(op.pages):
             task.fail(vouched, MissReason.DISAGREED)
+        if is_exchanged:
+            self._exchanged[op.op] = _Exchanged(task, fence)
+            self._exchange_up_to(op.op, sum(not page.from_store for page in op.pages))
         # One queue entry a page: a page is copied while the next one is still being read and checked.
         for index, page in enumerate(op.pages[:vouched]):
+            if not task.owns(index):
+                continue
             if not page.from_store:
-                if page.blocks:
+                if page.blocks and not is_exchanged:
                     self._loading.submit(partial(self._copy, task, index, fence))
             elif store is None:
                 self._metrics.count("misses", MissReason.ABSENT.value)
                 task.fail(index, MissReason.ABSENT)
             else:
                 self._fetching.submit(partial(self._fetch, task, index, store, fence))
+        if is_exchanged and task.is_held and any(page.from_store for page in op.pages):
+            # It has nothing to fetch: the owners that have wait to hear so.
+            self._note_end()
 
     def save(self, op: SaveOp, fence: Fence, vouched: int | None = None) -> None:
         """Start a save; the blocks must stay untouched until its report. `vouched` as for a load."""
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
         self._refuse(task, vouched)
-        for index in range(len(op.pages[:vouched])):
-            self._saving.submit(partial(self._save, task, index, fence))
+        for index, page in enumerate(op.pages[:vouched]):
+            if self._pool.shard.owns(page.slot):
+                self._saving.submit(partial(self._save, task, index, fence))
+            else:
+                # In its turn: pages of a save that ends before an earlier one of its chain could not enter the tree.
+                self._saving.submit(partial(self._end_write, task, index, None))
 
     def flush(self, op: FlushOp, store: ChunkStore | None, vouched: int | None = None) -> None:
         """Start a flush; declined as a whole when too much waits already. `vouched` as for a load."""
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
         self._refuse(task, vouched)
+        own = self._split(task, vouched)
         waiting = self._flushing.depth
         # One that finds the queue empty is taken whatever its length, or it would be declined for ever.
-        declined = store is None or (waiting > 0 and waiting + len(op.pages) > self._flush_queue_pages)
+        declined = store is None or (waiting > 0 and waiting + len(own) > self._flush_queue_pages)
         if declined:
-            self._metrics.count("declined_pages", "flush", len(op.pages))
-        for index in range(len(op.pages[:vouched])):
+            self._metrics.count("declined_pages", "flush", len(own))
+        for index in own:
             if declined or store is None:
                 self._end_write(task, index, MissReason.NO_SLOT)
             else:
                 self._flushing.submit(partial(self._flush, task, index, store))
+
+    def acknowledged(self, ack: Ack) -> None:
+        """All ranks have come so far. Called for every acknowledgement, in the plan's order, before its operations."""
+        if ack.op in self._exchanged:
+            if ack.phase == Phase.RUNNING:
+                self._exchange_up_to(ack.op, ack.pages_held)
+                if ack.reason is not None:
+                    # A rank has ended there: what it does not hold cannot be exchanged, and is not waited for.
+                    self._exchanged[ack.op].task.fail(ack.pages_held, ack.reason)
+            else:
+                del self._exchanged[ack.op]
 
     def cancel(self, op: OpId) -> None:
         """Give up what is left of a load; it still reports."""
@@ -161,7 +208,9 @@ class TransferEngine:
         further = []
         for op, task in list(self._loads.items()):
             report = task.report(self._rank)
-            if report == self._told.get(op) or (report.phase == Phase.RUNNING and not report.pages_done):
+            # Pages that are only held are of interest where others wait for them.
+            progress = report.pages_held if task.is_exchanged else report.pages_done
+            if report == self._told.get(op) or (report.phase == Phase.RUNNING and not progress):
                 continue
             further.append(report)
             self._told[op] = report
@@ -175,6 +224,8 @@ class TransferEngine:
         dropped = 0
         for lane in self._lanes:
             dropped += lane.close(max(0.0, deadline - time.monotonic()))
+        if self._exchange is not None:
+            self._exchange.close()
         if dropped:
             logger.warning(
                 "Stopped with %d pages not yet saved or flushed after %.1f s; they will be computed again. "
@@ -192,7 +243,11 @@ class TransferEngine:
         finally:
             if reason is not None:
                 self._metrics.count("misses", reason.value)
-            if task.end_fetch(index, reason):
+            is_wanted = task.end_fetch(index, reason)
+            if task.is_exchanged:
+                if task.is_held:
+                    self._note_end()
+            elif is_wanted:
                 self._loading.submit(partial(self._copy, task, index, fence))
 
     def _fetch_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
@@ -217,6 +272,34 @@ class TransferEngine:
             reason = self._timed("load", partial(self._copier.load, (page,), fence), num_bytes)
         finally:
             task.end_copy(index, reason)
+
+    def _exchange_up_to(self, op: OpId, num_pages: int) -> None:
+        """Have a load's pages before `num_pages` exchanged that have not been yet."""
+        state = self._exchanged[op]
+        while self._exchange is not None and state.num_pages < num_pages:
+            first = state.num_pages
+            state.num_pages = min(num_pages, first + self._exchange.batch_pages)
+            self._exchanging.submit(partial(self._swap, self._exchange, state, first, state.num_pages))
+
+    def _swap(self, exchange: PageExchange, state: _Exchanged, first: int, stop: int) -> None:
+        task = state.task
+        wanted = tuple(task.begin_copy(index) for index in range(first, stop))
+        batch = Batch(task.op.op, first, task.op.pages[first:stop], wanted, state.fence)
+        reasons: list[MissReason | None] = [MissReason.ERROR] * len(wanted)
+        start = time.perf_counter()
+        try:
+            reasons = exchange.run(batch)
+        except CollectiveError as error:
+            self._count_error("exchange", error)
+            logger.error("Pages of host memory cannot be given to other ranks, they are computed again: %s", error)
+        finally:
+            self._metrics.count("seconds", "exchange", time.perf_counter() - start)
+            for offset, reason in enumerate(reasons):
+                if reason is None:
+                    direction = "load" if task.owns(first + offset) else "exchange"
+                    self._metrics.count("bytes", direction, self._slot_bytes)
+                if wanted[offset]:
+                    task.end_copy(first + offset, reason)
 
     def _save(self, task: WriteTask, index: int, fence: Fence) -> None:
         reason: MissReason | None = MissReason.ERROR
@@ -244,6 +327,16 @@ class TransferEngine:
         for part in parts:
             store.save(ChunkId.of(page.key, part.cell), self._pool.part(page.slot, part), part.cell.unit_bytes)
         return None
+
+    def _split(self, task: WriteTask, vouched: int | None) -> list[int]:
+        """This rank's pages among the first `vouched`; the others are written by their owners, and end here at once."""
+        own = []
+        for index, page in enumerate(task.pages[:vouched]):
+            if self._pool.shard.owns(page.slot):
+                own.append(index)
+            else:
+                self._end_write(task, index, None)
+        return own
 
     def _refuse(self, task: WriteTask, vouched: int | None) -> None:
         """End pages whose slots are not what the plan says, without touching them."""
@@ -286,6 +379,7 @@ class TransferEngine:
 
     def _set_gauges(self) -> None:
         dead = sum(lane.revive() for lane in self._lanes)
-        self._metrics.gauge("healthy", 0 if dead else 1)
+        broken = self._exchange is not None and self._exchange.is_broken
+        self._metrics.gauge("healthy", 0 if dead or broken else 1)
         for lane in self._lanes:
             self._metrics.gauge("queue_depth", lane.depth, lane.name)

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_hicache.errors import ConfigError
+from vllm_hicache.errors import ConfigError, InvariantError
 from vllm_hicache.geometry import Part
 from vllm_hicache.machine import neighbouring_cpus, run_on
 from vllm_hicache.names import Slot
+from vllm_hicache.ownership import Shard
 from vllm_hicache.units import format_bytes
 
 Bytes = npt.NDArray[np.uint8]
@@ -29,7 +30,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class HostPool:
-    """`num_slots` slots of `slot_bytes` bytes in one mapping.
+    """`num_rows` rows of `slot_bytes` bytes in one mapping: the slots of which this rank is the owner.
 
     Memory is committed when it is first written, or ahead of that by `commit_ahead`, in huge pages where the kernel
     has them; `pin` registers it with CUDA for asynchronous copies (not measured).
@@ -38,15 +39,16 @@ class HostPool:
         ConfigError: the pool would hold no page, or more than the machine has.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, pin: bool = False) -> None:
-        if num_slots < 1:
+    def __init__(self, num_rows: int, slot_bytes: int, pin: bool = False, shard: Shard = Shard()) -> None:
+        if num_rows < 1:
             raise ConfigError(
-                f"the host pool holds {num_slots} pages: one page of this rank takes {format_bytes(slot_bytes)}, "
+                f"the host pool holds {num_rows} pages: one page of this rank takes {format_bytes(slot_bytes)}, "
                 "so set host_memory to several times that"
             )
-        self.num_slots = num_slots
+        self.num_rows = num_rows
+        self.shard = shard
         self.slot_bytes = slot_bytes
-        total = num_slots * slot_bytes
+        total = num_rows * slot_bytes
         try:
             self._map = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
@@ -56,7 +58,7 @@ class HostPool:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel built without them
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(num_slots, slot_bytes)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(num_rows, slot_bytes)
         if pin:
             _register(self.tensor)
         self._bytes: Bytes = self.tensor.numpy()
@@ -88,9 +90,27 @@ class HostPool:
             if failed or self._closing.is_set():
                 return
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of all owners, as far as this rank's rows go."""
+        return self.num_rows * self.shard.num_owners
+
+    def row(self, slot: Slot) -> int:
+        """Where one of this rank's slots lies.
+
+        Raises:
+            InvariantError: it is another owner's.
+        """
+        if not self.shard.owns(slot):
+            raise InvariantError(
+                f"slot {slot} is owner {slot % self.shard.num_owners}'s of {self.shard.num_owners}, this is "
+                f"{self.shard.owner}"
+            )
+        return self.shard.row(slot)
+
     def part(self, slot: Slot, part: Part) -> memoryview:
-        """Writable bytes of one part of a slot, contiguous, `part.num_bytes` long."""
-        return self._bytes[slot, part.offset : part.offset + part.num_bytes].data
+        """Writable bytes of one part of a slot of this rank, contiguous, `part.num_bytes` long."""
+        return self._bytes[self.row(slot), part.offset : part.offset + part.num_bytes].data
 
 
 def _register(tensor: torch.Tensor) -> None:

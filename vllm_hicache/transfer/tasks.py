@@ -12,6 +12,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from vllm_hicache.names import MissReason, OpId, Phase
+from vllm_hicache.ownership import Shard
 from vllm_hicache.plan import LoadOp, OpReport, PageMove
 
 
@@ -32,15 +33,27 @@ class LoadTask:
     thread can write to one of its slots any more, so that slots may change hands. Between the two lies a store
     call that has not come back.
 
+    Pages of other owners are held from the beginning: that they are there is for their owner to say. They are done
+    with it, unless owners give each other their pages.
+
     Args:
         on_received: called once, with the lock held, from whichever thread got there.
         on_settled: likewise.
+        shard: which of the pages are this rank's.
+        is_exchanged: whether pages of other owners go to this rank's device blocks too.
     """
 
     def __init__(
-        self, op: LoadOp, on_received: Callable[[LoadTask], None], on_settled: Callable[[LoadTask], None]
+        self,
+        op: LoadOp,
+        on_received: Callable[[LoadTask], None],
+        on_settled: Callable[[LoadTask], None],
+        shard: Shard = Shard(),
+        is_exchanged: bool = False,
     ) -> None:
         self.op = op
+        self.is_exchanged = is_exchanged
+        self._owned = [shard.owns(page.slot) for page in op.pages]
         self.reason: MissReason | None = None
         self.pages_done = 0
         self.was_cut = False
@@ -48,6 +61,7 @@ class LoadTask:
         self._states = [PageState.WAITING] * len(op.pages)
         self._limit = len(op.pages)
         self._leading = 0
+        self._held = 0
         self._fetching = 0
         self._copying = 0
         self._received = False
@@ -55,6 +69,15 @@ class LoadTask:
         self._on_received = on_received
         self._on_settled = on_settled
         self._deadline = None if op.time_limit_s is None else time.monotonic() + op.time_limit_s
+
+    def owns(self, index: int) -> bool:
+        """Whether page `index` is this rank's."""
+        return self._owned[index]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether every page that is still wanted is in its slot."""
+        return self._held >= self._limit
 
     def begin_fetch(self, index: int) -> bool:
         """Whether page `index` is still wanted; if so a store thread now writes to its slot."""
@@ -78,7 +101,7 @@ class LoadTask:
             return wanted
 
     def begin_copy(self, index: int) -> bool:
-        """Whether page `index` is still wanted on the device; if so its blocks are now being written."""
+        """Whether page `index` is still wanted on the device; if so its slot is read and its blocks are written now."""
         with self._lock:
             if index >= self._limit:
                 return False
@@ -99,8 +122,9 @@ class LoadTask:
         """Count host pages as held, and settle at once where there is nothing to do."""
         with self._lock:
             for index, page in enumerate(self.op.pages):
-                if not page.from_store:
-                    self._states[index] = PageState.HELD if page.blocks else PageState.DONE
+                copied = page.blocks and (self._owned[index] or self.is_exchanged)
+                if not page.from_store or not self._owned[index]:
+                    self._states[index] = PageState.HELD if copied else PageState.DONE
             self._advance()
 
     def fail(self, index: int, reason: MissReason) -> None:
@@ -126,9 +150,7 @@ class LoadTask:
         """How far the load has come. Nothing in it is less than in an earlier one."""
         with self._lock:
             done = self.pages_done if self._received else self._leading
-            held = done
-            while held < len(self._states) and self._states[held] >= PageState.HELD:
-                held += 1
+            held = max(done, self._held)
             phase = Phase.SETTLED if self._settled else Phase.RECEIVED if self._received else Phase.RUNNING
             return OpReport(rank, self.op.op, done, held, phase, self.reason if self._received else None)
 
@@ -143,6 +165,8 @@ class LoadTask:
 
     def _advance(self) -> None:
         self._skip_done()
+        while self._held < len(self._states) and self._states[self._held] >= PageState.HELD:
+            self._held += 1
         if not self._received and self._leading >= self._limit and self._copying == 0:
             self._received = True
             self.pages_done = self._limit
