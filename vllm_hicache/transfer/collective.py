@@ -157,7 +157,7 @@ class GlooCollective(Collective):
         self.num_bytes = 0
         self.gather_s = 0.0
         self.wait_s = 0.0
-        self._group = group if self.size > 1 else None
+        self._group = group
         self._timeout_s = timeout_s
         self._queue: SimpleQueue[_Gather | None] = SimpleQueue()
         self._lock = threading.Lock()
