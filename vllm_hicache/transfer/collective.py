@@ -198,15 +198,23 @@ class GlooCollective(Collective):
 
     def _run(self) -> None:
         run_on(neighbouring_cpus())
-        while (gather := self._queue.get()) is not None:
-            if self._failure is None:
-                start = time.monotonic()
-                try:
-                    self._gather(gather, start + self._timeout_s)
-                except Exception as error:  # the caller's to judge: a miss for a load, a stop in the forward pass
-                    self._break(gather, time.monotonic() - start, _first_line(error), error)
-                self.gather_s += time.monotonic() - start
-            self._finish(gather)
+        while self._serve_next():
+            pass  # nothing of the last gather is kept while the thread waits: its rows may be a buffer's last
+
+    def _serve_next(self) -> bool:
+        """Wait for a gather and carry it out; whether there was one, and not the end."""
+        gather = self._queue.get()
+        if gather is None:
+            return False
+        if self._failure is None:
+            start = time.monotonic()
+            try:
+                self._gather(gather, start + self._timeout_s)
+            except Exception as error:  # the caller's to judge: a miss for a load, a stop in the forward pass
+                self._break(gather, time.monotonic() - start, _first_line(error), error)
+            self.gather_s += time.monotonic() - start
+        self._finish(gather)
+        return True
 
     def _finish(self, gather: _Gather) -> None:
         with self._lock:
