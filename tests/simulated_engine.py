@@ -28,6 +28,7 @@ from simulated_model import (
     Job,
     Share,
     Truth,
+    check_targets,
     engine_config,
     free_blocks,
     page_content,
@@ -38,7 +39,6 @@ from simulated_rank import Batch, SimulatedRank, Span
 from thread_collective import Groups
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -139,10 +139,9 @@ class SimulatedEngine:
             own = rank_config(config, rank, of_rank.get(rank, {})) if self.has_connector else None
             ranks.append(SimulatedRank(rank, share, num_blocks, own, lambda: self.before_forward(), groups))
         if self.has_connector:
-            connector, tp_size = self.scheduler.get_kv_connector(), config.parallel_config.tensor_parallel_size
-            connector.set_xfer_handshake_metadata_pp_aware(
-                {divmod(rank.number, tp_size): rank.handshake() for rank in ranks}
-            )
+            connector = self.scheduler.get_kv_connector()
+            handshakes = {divmod(rank.number, self.cut.tp_size): rank.handshake() for rank in ranks}
+            connector.set_xfer_handshake_metadata_pp_aware(handshakes)
             self._aggregator = KVOutputAggregator.from_connector(connector, len(ranks))
         return ranks
 
@@ -324,7 +323,7 @@ class SimulatedEngine:
         free = free_blocks(pool)
         output = self.scheduler.schedule()
         if self.has_connector:
-            self._check_targets(output.kv_connector_metadata)
+            check_targets(pool, output.kv_connector_metadata.plan.loads)
         spans = [self._span(name, num_tokens) for name, num_tokens in output.num_scheduled_tokens.items()]
         batch = Batch(self.num_steps, output, spans, to_poison(pool, free))
         self._flights.append(batch)
@@ -354,13 +353,6 @@ class SimulatedEngine:
             return results[self._output_rank]
         return self._aggregator.aggregate(results, self._output_rank)
 
-    def _check_targets(self, metadata: KVConnectorMetadata) -> None:
-        """A load writes only to blocks that its request alone has, and that nobody is served from."""
-        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
-        for load in metadata.plan.loads:
-            for block in (blocks[index] for page in load.pages for index in page.blocks):
-                assert (block.ref_cnt, block.block_hash) == (1, None), f"a load for {load.request_id} writes {block}"
-
     def _span(self, name: str, num_tokens: int) -> Span:
         job = self.jobs[name]
         end = job.request.num_computed_tokens
@@ -382,7 +374,12 @@ class SimulatedEngine:
                 {source.value: n for source, n in stats.connector_prefix_cache_stats.hits_by_source.items()}
             )
         if stats is not None and stats.kv_connector_stats is not None:
-            self.counters.update({key: n for key, n in stats.kv_connector_stats.items() if _is_counter(key)})
+            counts = {
+                key: n
+                for key, n in stats.kv_connector_stats.items()
+                if BY_NAME[key.partition("|")[0]].kind == "counter"
+            }
+            self.counters.update(counts)
 
 
 Start = Callable[..., SimulatedEngine]
@@ -401,7 +398,3 @@ def engines_on(tmp_path: Path) -> Iterator[Start]:
     for engine in engines:
         engine.check_at_rest()
         engine.close()
-
-
-def _is_counter(key: str) -> bool:
-    return BY_NAME[key.split("|", 1)[0]].kind == "counter"

@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from vllm_hicache.grid import Grid
+from vllm_hicache.plan import LoadOp
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 16
 WORDS = 2 * HEAD_SIZE * 2 // 8
@@ -285,6 +286,13 @@ def to_poison(pool: BlockPool, free: Mapping[int, object]) -> list[int]:
         for index, known in free.items()
         if known is None or (blocks[index].ref_cnt and blocks[index].block_hash != known)
     ]
+
+
+def check_targets(pool: BlockPool, loads: Sequence[LoadOp]) -> None:
+    """A load writes only to blocks that its request alone has, and that nobody is served from."""
+    for load in loads:
+        for block in (pool.blocks[index] for page in load.pages for index in page.blocks):
+            assert (block.ref_cnt, block.block_hash) == (1, None), f"a load for {load.request_id} writes {block}"
 
 
 def _write_model(folder: Path, num_heads: int) -> None:

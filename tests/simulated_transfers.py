@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_hicache.names import MissReason, OpId, PageKey, Phase, RequestId, Slot
-from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, SaveOp
+from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 
 Op = LoadOp | SaveOp | FlushOp
 
@@ -98,6 +98,9 @@ class ScriptedTransfers:
 
     def flush(self, op: FlushOp, store: object, vouched: int | None = None) -> None:
         self._begin(op, vouched)
+
+    def acknowledged(self, ack: Ack) -> None:
+        """Its pages are not exchanged."""
 
     def cancel(self, op: OpId) -> None:
         task = self.tasks.get(op)

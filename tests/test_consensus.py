@@ -158,6 +158,20 @@ def test_pages_held_never_fall_when_reports_overtake_each_other() -> None:
     assert ledger.record(so_far(0, 3, held=4)) == Ack(OP, 3, 6, RUNNING)
 
 
+def test_why_a_rank_has_ended_is_told_while_others_that_are_as_short_are_still_on_their_way() -> None:
+    ledger = opened(1)
+    ledger.record(so_far(0, 2, held=6))
+    assert ledger.record(report(1, 1, 2, 4, MissReason.ABSENT)) == Ack(OP, 2, 4, RUNNING, MissReason.ABSENT)
+    assert ledger.record(so_far(0, 2, held=7)) is None
+
+
+def test_a_reason_alone_is_acknowledged_too() -> None:
+    ledger = opened(1)
+    ledger.record(so_far(0, 2, held=4))
+    assert ledger.record(so_far(1, 2, held=4)) == Ack(OP, 2, 4, RUNNING)
+    assert ledger.record(report(1, 1, 2, 4, MissReason.ABSENT)) == Ack(OP, 2, 4, RUNNING, MissReason.ABSENT)
+
+
 def test_an_end_that_overtakes_what_came_before_it_keeps_its_phase_and_reason() -> None:
     ledger = opened(1)
     ledger.record(report(0, 1, 3, 3, MissReason.ABSENT))

@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_hicache.entries import Entry
 from vllm_hicache.errors import StoreUnavailable
-from vllm_hicache.names import MissReason, ObjectName, OpId, Phase, Role
+from vllm_hicache.names import MissReason, ObjectName, OpId, PageKey, Phase, Role, Slot
 from vllm_hicache.plan import OpReport
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.registry import open_store
@@ -67,7 +67,7 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SimulatedEngine
     opened: list[CopyGates] = []
 
     def before(engine: SimulatedEngine, rank: int) -> CopyGates:
-        opened.append(CopyGates(monkeypatch, engine.ranks[rank].worker._worker.half._engine._copier))
+        opened.append(engine.ranks[rank].gate_copies(monkeypatch))
         return opened[-1]
 
     yield before
@@ -77,6 +77,10 @@ def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SimulatedEngine
 
 Gates = Callable[[SimulatedEngine, int], CopyGates]
 every_cut = pytest.mark.parametrize("cut", CUTS, ids=str)
+every_tier = pytest.mark.parametrize(
+    ("cut", "host_tier"), [*((cut, "sharded") for cut in CUTS), ((4, 1), "replicated")], ids=str
+)
+"""Replicas of a head keep its pages in turn, unless the host tier is replicated too."""
 
 
 def check_stored(engine: SimulatedEngine, job: Job) -> int:
@@ -91,6 +95,10 @@ def object_name(engine: SimulatedEngine, job: Job, page: int, layer_group: int, 
     return ChunkId(key, 0, Role.TARGET, layer_group, head_group).object_name(engine.half.namespace.digest())
 
 
+def slots_of(engine: SimulatedEngine, keys: Sequence[PageKey]) -> Sequence[Slot]:
+    return engine.tier.match(keys, touch=False).slots
+
+
 def gate_read(faults: StoreFaults, name: ObjectName) -> Gate:
     """A closed gate before reads of one object."""
     gate = faults.gates[name] = Gate()
@@ -100,16 +108,18 @@ def gate_read(faults: StoreFaults, name: ObjectName) -> Gate:
 
 
 class TestEveryCut:
-    @every_cut
-    def test_a_prompt_is_served_from_the_device_then_host_memory_then_the_store(self, start: Start, cut: Cut) -> None:
-        engine = start(cut)
+    @every_tier
+    def test_a_prompt_is_served_from_the_device_then_host_memory_then_the_store(
+        self, start: Start, cut: Cut, host_tier: str
+    ) -> None:
+        engine = start(cut, host_tier=host_tier)
         cold = engine.serve(TEXT)
         assert (cold.num_local, cold.num_external) == (0, 0)
         assert engine.serve(TEXT).num_local == 96
         engine.drop_device()
         assert engine.serve(TEXT).num_external == 96
         assert engine.hits == {"host": 96}
-        other = start(cut)
+        other = start(cut, host_tier=host_tier)
         assert other.serve(TEXT).num_external == 96
         assert other.hits == {"disk": 96}
         assert check_stored(other, cold) == NUM_PAGES
@@ -198,25 +208,32 @@ class TestCapacity:
         assert [rank.worker._worker.half._pool.num_slots for rank in engine.ranks] == [10, 20]
         assert engine.tier.num_slots == 10
 
-    @every_cut
+    @every_tier
     @pytest.mark.parametrize("rank", [0, -1])
-    def test_a_rank_with_less_memory_is_the_measure_for_all(self, start: Start, cut: Cut, rank: int) -> None:
+    def test_a_rank_with_less_memory_is_the_measure_for_all(
+        self, start: Start, cut: Cut, host_tier: str, rank: int
+    ) -> None:
         number = rank % (cut[0] * cut[1])
-        page_bytes = Share.of(number, *cut).page_bytes(BLOCK)
-        engine = start(cut, of_rank={number: {"host_memory": 7 * page_bytes}}, num_blocks=40)
-        assert engine.tier.num_slots == 7
+        less = {"host_memory": 7 * Share.of(number, *cut).page_bytes(BLOCK)}
+        engine = start(cut, of_rank={number: less}, num_blocks=40, host_tier=host_tier)
+        num_owners = 2 if (cut, host_tier) == ((4, 1), "sharded") else 1
+        assert engine.tier.num_slots == 7 * num_owners
         Traffic(engine, seed=3).run(150)
         engine.run()
+        for seed in range(2):
+            engine.serve(prompt(150, seed))
         assert engine.counters["evicted_pages|host"] > 0
 
 
 class TestLateRanks:
     """A5. Stages end at other times: equal lengths are consumed, and all of them store and load."""
 
-    @every_cut
+    @every_tier
     @pytest.mark.parametrize("late", [0, -1])
-    def test_a_load_is_used_when_the_last_rank_has_it(self, start: Start, gates: Gates, cut: Cut, late: int) -> None:
-        engine = start(cut)
+    def test_a_load_is_used_when_the_last_rank_has_it(
+        self, start: Start, gates: Gates, cut: Cut, host_tier: str, late: int
+    ) -> None:
+        engine = start(cut, host_tier=host_tier)
         engine.serve(TEXT)
         engine.drop_device()
         gate = gates(engine, late).load
@@ -275,11 +292,11 @@ class TestLateRanks:
         engine.run()
         assert engine.jobs[name].num_external == 96
 
-    @every_cut
+    @every_tier
     def test_a_rank_that_is_given_up_keeps_the_blocks_that_it_still_writes(
-        self, start: Start, gates: Gates, cut: Cut
+        self, start: Start, gates: Gates, cut: Cut, host_tier: str
     ) -> None:
-        engine = start(cut, rank_timeout_s=0.1)
+        engine = start(cut, rank_timeout_s=0.1, host_tier=host_tier)
         engine.serve(TEXT)
         engine.drop_device()
         gate = gates(engine, -1).load
@@ -311,13 +328,14 @@ class TestOneObject:
         written = {name: len(digests) for name, digests in faults.written.items() if ".target." in name}
         assert written == dict.fromkeys(names, 1)
 
-    def test_replicas_of_a_head_share_the_writing(self, start: Start, faults: StoreFaults) -> None:
-        engine = start((4, 1))
-        jobs = [engine.serve(prompt(100, seed)) for seed in range(4)]
+    @pytest.mark.parametrize("host_tier", ["sharded", "replicated"])
+    def test_replicas_of_a_head_share_the_writing(self, start: Start, faults: StoreFaults, host_tier: str) -> None:
+        engine = start((4, 1), host_tier=host_tier)
+        keys = [engine.keys(engine.serve(prompt(100, seed)))[:NUM_PAGES] for seed in range(4)]
         writers = defaultdict(int)
-        for key in (key for job in jobs for key in engine.keys(job)[:NUM_PAGES]):
-            for rank in engine.ranks:
-                geometry = rank.worker._worker.half._engine._geometry
+        for key, slot in ((key, slot) for each in keys for key, slot in zip(each, slots_of(engine, each), strict=True)):
+            for rank in (rank for rank in engine.ranks if rank.keeps(slot)):
+                geometry = rank.half._engine._geometry
                 writers[rank.number] += any(geometry.writes(key, part) for part in geometry.parts)
         assert sum(writers.values()) == 2 * 4 * NUM_PAGES
         assert min(writers.values()) > 0
@@ -411,12 +429,13 @@ class Heard:
 
 
 class TestTraffic:
-    @every_cut
+    @every_tier
     @pytest.mark.parametrize("write", ["through", "back"])
     def test_hundreds_of_random_requests_each_see_the_right_bytes_on_every_rank(
-        self, start: Start, cut: Cut, write: str
+        self, start: Start, cut: Cut, host_tier: str, write: str
     ) -> None:
-        engine = start(cut, num_blocks=28, num_slots=40, step_tokens=64, policy="priority", write=write, skew=5)
+        sizes = {"num_blocks": 28, "num_slots": 40, "step_tokens": 64}
+        engine = start(cut, policy="priority", write=write, skew=5, host_tier=host_tier, **sizes)
         Traffic(engine, seed=len(write), salts=(None, "a")).run(400)
         engine.run()
         assert sum(job.request.num_preemptions for job in engine.jobs.values()) > 0

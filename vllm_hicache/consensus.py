@@ -135,13 +135,14 @@ class Ledger:
 
     def _advance(self, state: _Open) -> Ack | None:
         reports, old = state.reports.values(), state.agreed
-        shortest = min(reports, key=lambda each: (each.pages_done, each.rank))
+        # Of equally short ones the one that has ended comes first: its reason is why there will be no more.
+        shortest = min(reports, key=lambda each: (each.pages_done, each.phase < Phase.RECEIVED, each.rank))
         done, reason = shortest.pages_done, shortest.reason
         if old.phase >= Phase.RECEIVED:
             done, reason = old.pages_done, old.reason
         held = max(done, min(each.pages_held for each in reports))
         phase = max(old.phase, min(each.phase for each in reports))
-        if (done, held, phase) == (old.pages_done, old.pages_held, old.phase):
+        if (done, held, phase, reason) == (old.pages_done, old.pages_held, old.phase, old.reason):
             return None
         state.agreed = Ack(old.op, done, held, phase, reason)
         if phase == Phase.SETTLED:

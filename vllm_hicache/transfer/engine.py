@@ -295,6 +295,8 @@ class TransferEngine:
         finally:
             self._metrics.count("seconds", "exchange", time.perf_counter() - start)
             for offset, reason in enumerate(reasons):
+                if reason is MissReason.CORRUPT:  # what its owner lacks the owner has counted
+                    self._metrics.count("misses", reason.value)
                 if reason is None:
                     direction = "load" if task.owns(first + offset) else "exchange"
                     self._metrics.count("bytes", direction, self._slot_bytes)
