@@ -305,7 +305,7 @@ class Operations:
         if done < answer.store_end and self._tier.ownership.on_device:
             # The engine drops a whole block, and with it a page on every owner.
             done -= done % self._tier.num_owners
-        for tier, count in tokens_by_tier(answer, record.tokens, done, self._page).items():
+        for tier, count in answer.by_tier(record.tokens, done, self._page).items():
             self._metrics.count("hit_tokens", tier.value, count)
 
     def _commit_save(self, record: OpenSave, ack: Ack) -> None:
@@ -393,11 +393,3 @@ def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
     breaks = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
     bounds = pairwise([0, *breaks, len(positions)]) if positions else ()
     return [(positions[first], positions[last - 1] + 1) for first, last in bounds]
-
-
-def tokens_by_tier(answer: Answer, tokens: int, end_page: int, page_tokens: int) -> dict[Tier, int]:
-    """Split the first `tokens` tokens after `answer.local` by tier, as far as pages before `end_page` go."""
-    total = max(0, min(tokens, end_page * page_tokens - answer.local))
-    host = max(0, min(total, answer.host_end * page_tokens - answer.local)) if answer.host_end > answer.first else 0
-    split = {Tier.HOST: host, Tier.STORE: total - host}
-    return {tier: count for tier, count in split.items() if count}

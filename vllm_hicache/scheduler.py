@@ -25,7 +25,7 @@ from vllm_hicache.lookup import StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, PageKey, RequestId, Tier
 from vllm_hicache.namespace import Namespace
-from vllm_hicache.operations import Operations, tokens_by_tier
+from vllm_hicache.operations import Operations
 from vllm_hicache.ownership import Ownership
 from vllm_hicache.plan import OpReport, Plan
 from vllm_hicache.stores import StoreFactory
@@ -231,7 +231,7 @@ class SchedulerHalf:
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.answer is None:
             return {}
-        return tokens_by_tier(tracked.answer, tokens, tracked.answer.store_end, self._page)
+        return tracked.answer.by_tier(tokens, tracked.answer.store_end, self._page)
 
     def reset(self, nonce: str) -> None:
         """Forget every page and enter a generation that nobody shares, as after new weights.

@@ -12,7 +12,7 @@ from typing import Protocol
 from vllm_hicache.index.tree import Lease
 from vllm_hicache.keys import PageKeys
 from vllm_hicache.lookup import Lookup
-from vllm_hicache.names import BlockId, OpId, PageKey, RequestId, Slot
+from vllm_hicache.names import BlockId, OpId, PageKey, RequestId, Slot, Tier
 
 
 class TokenSource(Protocol):
@@ -50,6 +50,13 @@ class Answer:
     first: int
     host_end: int
     store_end: int
+
+    def by_tier(self, tokens: int, end_page: int, page_tokens: int) -> dict[Tier, int]:
+        """Split the first `tokens` tokens after `local` by tier, as far as pages before `end_page` go."""
+        total = max(0, min(tokens, end_page * page_tokens - self.local))
+        host = max(0, min(total, self.host_end * page_tokens - self.local)) if self.host_end > self.first else 0
+        split = {Tier.HOST: host, Tier.STORE: total - host}
+        return {tier: count for tier, count in split.items() if count}
 
 
 @dataclass(slots=True)
