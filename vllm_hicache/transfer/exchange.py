@@ -117,8 +117,9 @@ class PageExchange:
         self._pool = pool
         # One is filled and sent while the other is copied to its blocks.
         num_bytes = self.shard.num_owners * pool.slot_bytes
-        buffers = [pages.allocate(num_bytes, device).view(self.shard.num_owners, -1) for _ in range(2)]
-        self._stagings = [copier.make_staging(rows) for rows in buffers]
+        # Memory that ranks share is shared for as long as its own tensor lives, whatever views there are.
+        self._buffers = [pages.allocate(num_bytes, device) for _ in range(2)]
+        self._stagings = [copier.make_staging(buffer.view(self.shard.num_owners, -1)) for buffer in self._buffers]
         self._is_checked = device.type == "cpu"
         self.is_broken = False
 
