@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import matrix_worker
 from engine_process import ENVIRONMENT, EngineError
-from matrix_cut import Cut
+from matrix_cut import PAGE_TOKENS, Cut
 from matrix_worker import Piece
 from versions import versions
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-PAGE_TOKENS = 128
 OUTPUT_TOKENS = 8
 MAX_MODEL_LEN = 2048
 JOB_LIMIT_S = 600.0

@@ -44,29 +44,36 @@ def assemble(pieces: Sequence[Piece]) -> Pages:
     """Read the ranks' pieces and put them together.
 
     Raises:
-        ValueError: a layer or head is missing, or shapes do not fit what the pieces claim.
+        ValueError: a layer or head of a page is missing, ranks differ in how pages are shared out, or shapes do not
+            fit what the pieces claim.
     """
-    num_layers = max(piece.first_layer + piece.num_layers for piece in pieces)
-    num_heads = max(piece.first_head + piece.num_heads for piece in pieces)
-    first = np.load(pieces[0].file)
-    whole = np.zeros((first.shape[0], num_layers, num_heads, first.shape[3]), np.uint8)
-    holders = np.zeros((num_layers, num_heads), np.uint8)
+    num_owners = pieces[0].num_owners
+    if any(piece.num_owners != num_owners for piece in pieces):
+        raise ValueError(f"ranks share pages out among {[piece.num_owners for piece in pieces]}: not all the same")
+    contents = [np.load(piece.file) for piece in pieces]
+    shape = (
+        max(piece.owner + (len(slabs) - 1) * num_owners + 1 for piece, slabs in zip(pieces, contents, strict=True)),
+        max(piece.first_layer + piece.num_layers for piece in pieces),
+        max(piece.first_head + piece.num_heads for piece in pieces),
+    )
+    whole = np.zeros((*shape, contents[0].shape[3]), np.uint8)
+    holders = np.zeros(shape, np.uint8)
     num_torn = 0
-    for piece in pieces:
-        slabs = np.load(piece.file)
+    for piece, slabs in zip(pieces, contents, strict=True):
         place = (
+            slice(piece.owner, None, num_owners),
             slice(piece.first_layer, piece.first_layer + piece.num_layers),
             slice(piece.first_head, piece.first_head + piece.num_heads),
         )
-        target = whole[:, *place]
+        target = whole[place]
         if slabs.shape != target.shape:
             raise ValueError(f"{piece.file} has the shape {slabs.shape}, {target.shape} was expected")
-        held = np.broadcast_to(holders[place] > 0, slabs.shape[:3])
+        held = holders[place] > 0
         num_torn += int(np.count_nonzero((slabs != target).any(axis=-1) & held))
         np.copyto(target, slabs, where=~held[..., None])
         holders[place] += 1
     if not holders.all():
-        raise ValueError(f"of {holders.size} units of a page, {np.count_nonzero(holders == 0)} are held by no rank")
+        raise ValueError(f"of {holders.size} units of pages, {np.count_nonzero(holders == 0)} are held by no rank")
     return Pages(whole, num_torn)
 
 

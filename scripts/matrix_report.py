@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demo_report import machine
-from matrix_engine import PAGE_TOKENS, Answer, Take
+from matrix_cut import PAGE_TOKENS
+from matrix_engine import Answer, Take
 from matrix_pages import Difference, assemble, compare
 
 LOGPROB_LIMIT = 1e-4
 """A restored answer and a device hit's do the same work: their log-probabilities are equal to four decimals."""
+
+NAME_WIDTH = 19
 
 if TYPE_CHECKING:
     from matplotlib.patches import Rectangle
@@ -188,22 +191,22 @@ def names(cells: Sequence[Cell], field: str) -> list[str]:
 def square(cells: Sequence[Cell]) -> str:
     """Verdicts of one model: a row for each writer, a column for each reader."""
     readers = names(cells, "reader")
-    rows = [f"{'writes / reads':<15}" + "".join(f"{reader:>8}" for reader in readers)]
+    rows = [f"{'writes / reads':<{NAME_WIDTH}}" + "".join(f"{reader:>8}" for reader in readers)]
     for writer in names(cells, "writer"):
         verdicts = {cell.reader: cell.verdict for cell in cells if cell.writer == writer}
-        rows.append(f"{writer:<15}" + "".join(f"{verdicts.get(reader, '-'):>8}" for reader in readers))
+        rows.append(f"{writer:<{NAME_WIDTH}}" + "".join(f"{verdicts.get(reader, '-'):>8}" for reader in readers))
     return "\n".join(rows)
 
 
 def lines(cells: Sequence[Cell]) -> str:
     """One model's figures, a line for each cell."""
     heads = ("restored", "slabs equal", "reader's own", "off by", "twice", "log-probs", "seconds")
-    return "\n".join([f"{'':<15}{'':<7}" + "".join(f"{head:>14}" for head in heads), *map(line, cells)])
+    return "\n".join([f"{'':<{NAME_WIDTH}}{'':<7}" + "".join(f"{head:>14}" for head in heads), *map(line, cells)])
 
 
 def line(cell: Cell) -> str:
     """A cell's figures: of several prompts the sum, or the worst."""
-    name = f"{cell.writer + ' -> ' + cell.reader:<15}{cell.verdict:<7}"
+    name = f"{cell.writer + ' -> ' + cell.reader:<{NAME_WIDTH}}{cell.verdict:<7}"
     if not cell.prompts:
         return f"{name}{(cell.error or 'nothing was measured').splitlines()[0]}"
     figures = (

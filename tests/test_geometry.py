@@ -14,6 +14,7 @@ from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Cell, Holding, PageLayout, Part, RankGeometry, RoleShape, UnitRun, cut_of, held_heads
 from vllm_hicache.grid import Grid
 from vllm_hicache.names import PageKey, Role
+from vllm_hicache.ownership import Ownership
 
 TARGET = RoleShape(Role.TARGET, 4, 8, 64)
 DRAFT = RoleShape(Role.DRAFT, 1, 4, 32)
@@ -192,6 +193,23 @@ def test_exactly_one_replica_writes_a_page(key: PageKey, num_replicas: int) -> N
     ranks = Cut(2 * num_replicas, (4,)).ranks(layout_of(4, 2, Grid(1, 2)))
     writers = [part.cell.head_group for rank in ranks for part in rank.parts if rank.writes(key, part)]
     assert writers == [0, 1]
+
+
+@given(st.binary(min_size=32, max_size=32).map(PageKey), st.data())
+def test_exactly_one_of_the_replicas_that_keep_a_page_writes_it(key: PageKey, data: st.DataObject) -> None:
+    num_owners, num_alike = data.draw(st.sampled_from([1, 2, 3, 4])), data.draw(st.sampled_from([1, 2, 4]))
+    ranks = Cut(2 * num_owners * num_alike, (4,)).ranks(layout_of(4, 2, Grid(1, 2)), Ownership(num_owners))
+    for owner in range(num_owners):
+        keepers = [rank for rank in ranks if rank.shard.owner == owner]
+        writers = [part.cell.head_group for rank in keepers for part in rank.parts if rank.writes(key, part)]
+        assert writers == [0, 1]
+
+
+def test_each_of_the_replicas_that_keep_a_page_writes_its_share() -> None:
+    ranks = Cut(8, (4,)).ranks(layout_of(4, 1, Grid()), Ownership(2))
+    keys = [PageKey(bytes([first]) + bytes(31)) for first in range(4)]
+    writers = [[[key[0] for key in keys if rank.writes(key, part)] for part in rank.parts] for rank in ranks]
+    assert writers == [[[rank // 2]] for rank in range(8)]
 
 
 def test_replicas_write_equal_shares_of_ten_thousand_pages() -> None:

@@ -26,7 +26,7 @@ import torch
 from engine_process import EngineError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix_cut import Cut
+from matrix_cut import PAGE_TOKENS, Cut
 from matrix_engine import Answer, Job, Record, Settings, Take
 from matrix_pages import assemble, compare
 from matrix_report import Cell, PromptFigures
@@ -39,8 +39,8 @@ from safetensors.torch import load_file
 from vllm_hicache.fingerprint import weights_fingerprint
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-NUM_PAGES, NUM_LAYERS, NUM_HEADS, SLAB_BYTES = 3, 4, 4, 2 * 2 * matrix_engine.PAGE_TOKENS
-NUM_TOKENS = NUM_PAGES * matrix_engine.PAGE_TOKENS
+NUM_PAGES, NUM_LAYERS, NUM_HEADS, SLAB_BYTES = 3, 4, 4, 2 * 2 * PAGE_TOKENS
+NUM_TOKENS = NUM_PAGES * PAGE_TOKENS
 
 
 # Models and cuts
@@ -100,6 +100,15 @@ def test_each_rank_has_cores_of_its_own_and_pipelines_are_compiled(
     }
 
 
+def test_ranks_that_share_pages_out_are_tensor_ranks_and_do_so_page_by_page() -> None:
+    cut = Cut(tensor=2, pipeline=2, context=2)
+    assert (cut.name, cut.num_ranks) == ("TP2 PP2 CP2", 4)
+    assert cut.options.items() - Cut(tensor=2, pipeline=2).options.items() == {
+        ("decode_context_parallel_size", 2),
+        ("cp_kv_cache_interleave_size", PAGE_TOKENS),
+    }
+
+
 def test_fewer_cores_than_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="2 ranks for 1 cores"):
         Cut(tensor=2).environment([3])
@@ -121,14 +130,22 @@ def a_worker(rank: int, cut: Cut, layers: range, num_heads: int, total_heads: in
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context),
         model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: total_heads),
-        parallel_config=SimpleNamespace(tensor_parallel_size=cut.tensor),
+        parallel_config=SimpleNamespace(tensor_parallel_size=cut.tensor, decode_context_parallel_size=cut.context),
     )
     runner = SimpleNamespace(execute_model=lambda scheduled, *more: (scheduled, more))
     return SimpleNamespace(rank=rank, vllm_config=config, model_runner=runner)
 
 
-def schedule(worker: Any, *requests: list[int]) -> Any:
-    step = SimpleNamespace(scheduled_new_reqs=[SimpleNamespace(block_ids=(blocks,)) for blocks in requests])
+def schedule(worker: Any, *new: list[int], **more: list[int]) -> None:
+    """A step with new requests, named by their first block, and blocks that earlier ones are given beside theirs."""
+    step = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=f"r{blocks[0]}", block_ids=(blocks,)) for blocks in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(more),
+            new_block_ids=[(blocks,) if blocks else None for blocks in more.values()],
+            resumed_req_ids=set(),
+        ),
+    )
     assert worker.model_runner.execute_model(step, "more") == (step, ("more",))
 
 
@@ -170,6 +187,57 @@ def test_a_head_that_two_ranks_hold_is_compared_between_them(tmp_path: Path) -> 
     assert assemble(pieces).num_torn == 1
 
 
+def test_blocks_that_a_request_is_given_in_a_later_step_are_its_next_ones() -> None:
+    worker = a_worker(0, Cut(), range(4), 4)
+    matrix_worker.watch(worker)
+    schedule(worker, [0, 1], [3])
+    schedule(worker, r3=[], r0=[2])
+    schedule(worker, r3=[4, 2], r0=[1])
+    assert worker.watched_blocks == [3, 4, 2]
+
+
+def test_a_request_that_was_preempted_is_refused() -> None:
+    worker = a_worker(0, Cut(), range(4), 4)
+    matrix_worker.watch(worker)
+    later = SimpleNamespace(req_ids=["r0"], new_block_ids=[([1],)], resumed_req_ids={"r0"})
+    with pytest.raises(RuntimeError, match="r0 was preempted"):
+        worker.model_runner.execute_model(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=later))
+
+
+@pytest.mark.parametrize(("num_pages", "num_owned"), [(5, [3, 2]), (4, [2, 2]), (1, [1, 0])])
+def test_pages_that_ranks_share_out_are_put_together_in_the_order_of_the_request(
+    tmp_path: Path, num_pages: int, num_owned: list[int]
+) -> None:
+    workers = [a_worker(rank, Cut(tensor=2, context=2), range(4), 1, total_heads=1) for rank in range(2)]
+    for worker, blocks in zip(workers, ([0, 2, 4], [1, 3, 0]), strict=True):
+        matrix_worker.watch(worker)
+        schedule(worker, blocks)
+    pieces = [matrix_worker.dump(worker, num_pages, str(tmp_path / "take")) for worker in workers]
+    assert [len(np.load(piece.file)) for piece in pieces] == num_owned
+    found = assemble(pieces)
+    assert (found.slabs[:, 0, 0, 0] // 32).tolist() == [0, 1, 2, 3, 4][:num_pages]
+    assert (found.slabs.shape[0], found.num_torn) == (num_pages, 0)
+
+
+def test_owners_are_counted_within_each_stage_and_each_head() -> None:
+    cut = Cut(tensor=4, pipeline=2, context=2)
+    workers = [a_worker(rank, cut, range(4), 1, total_heads=2) for rank in range(8)]
+    assert [matrix_worker.share(worker) for worker in workers] == [(0, 2), (1, 2)] * 4
+
+
+def test_a_page_whose_owner_has_no_piece_is_an_error(tmp_path: Path) -> None:
+    np.save(tmp_path / "own.npy", some_pages(1))
+    pieces = [Piece(str(tmp_path / "own.npy"), 0, NUM_LAYERS, 0, NUM_HEADS, 1, 2)]
+    with pytest.raises(ValueError, match="of 96 units of pages, 48 are held by no rank"):
+        assemble(pieces)
+
+
+def test_ranks_that_share_pages_out_differently_are_an_error(tmp_path: Path) -> None:
+    pieces = pieces_of(some_pages(1), tmp_path, "any")
+    with pytest.raises(ValueError, match=r"among \[1, 2\]"):
+        assemble([pieces[0], replace(pieces[1], num_owners=2)])
+
+
 def test_a_request_with_fewer_blocks_than_pages_is_refused(tmp_path: Path) -> None:
     worker = a_worker(0, Cut(), range(4), 4)
     matrix_worker.watch(worker)
@@ -178,10 +246,21 @@ def test_a_request_with_fewer_blocks_than_pages_is_refused(tmp_path: Path) -> No
         matrix_worker.dump(worker, 2, str(tmp_path / "take"))
 
 
-def test_poison_overwrites_every_block() -> None:
-    worker = a_worker(0, Cut(), range(4), 4)
+@pytest.mark.parametrize("cut", [Cut(), Cut(tensor=2, context=2)])
+def test_poison_overwrites_every_block_and_what_pages_are_gathered_in(
+    monkeypatch: pytest.MonkeyPatch, cut: Cut
+) -> None:
+    scratch = SimpleNamespace(_buffers=[torch.zeros(8, dtype=torch.uint8), None])
+    monkeypatch.setattr(matrix_worker, "scratch", lambda: scratch)
+    worker = a_worker(0, cut, range(4), 4)
     matrix_worker.poison(worker)
     assert all((caches == matrix_worker.POISON).all() for _, caches in matrix_worker.held_layers(worker))
+    assert bool((scratch._buffers[0] == matrix_worker.POISON).all()) is (cut.context > 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_poison_is_a_number_which_attention_may_multiply_by_nothing(dtype: torch.dtype) -> None:
+    assert torch.full((4,), matrix_worker.POISON, dtype=torch.uint8).view(dtype).isfinite().all()
 
 
 # Pages
@@ -203,7 +282,7 @@ def pieces_of(slabs: Bytes, folder: Path, name: str) -> list[Piece]:
 
 
 def test_missing_heads_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="of 16 units of a page, 8 are held by no rank"):
+    with pytest.raises(ValueError, match="of 48 units of pages, 24 are held by no rank"):
         assemble(pieces_of(some_pages(1), tmp_path, "half")[1:])
 
 
@@ -413,7 +492,7 @@ class Jobs:
         found = []
         for number, prompt in enumerate(settings.prompts):
             expected = matrix_report.expected_tokens(len(prompt))
-            slabs = some_pages(number, len(prompt) // matrix_engine.PAGE_TOKENS)
+            slabs = some_pages(number, len(prompt) // PAGE_TOKENS)
             take = Take(Answer([1], [-1.0], expected, expected), pieces_of(slabs, self._folder, f"p{number}"))
             found.append(dict.fromkeys(("cold", "restored", "hit", "cold_again"), take))
         return Record(found, 20.0, {"vllm": "0.32"})
@@ -457,6 +536,29 @@ def test_an_engine_that_fails_costs_its_own_cells_alone(
 ) -> None:
     found = found_by(Jobs(tmp_path, failing), tmp_path, monkeypatch)
     assert [cell.error for cell in found.cells] == errors
+
+
+def test_context_parallelism_is_measured_against_every_cut_and_every_cut_against_it() -> None:
+    (model,) = matrix_run.read_arguments(["--cp"]).models
+    assert {(writer.name, reader.name) for writer in model.writers for reader in model.readers(writer)} == {
+        ("TP1", "TP2 CP2"),
+        ("TP2", "TP2 CP2"),
+        ("PP2", "TP2 CP2"),
+        ("TP2 CP2", "TP1"),
+        ("TP2 CP2", "TP2"),
+        ("TP2 CP2", "PP2"),
+        ("TP2 CP2", "TP2 CP2"),
+    }
+
+
+@pytest.mark.parametrize("arguments", [[], ["--quick"]])
+def test_other_runs_are_without_context_parallelism(arguments: list[str]) -> None:
+    models = matrix_run.read_arguments(arguments).models
+    assert all(cut.context == 1 and set(model.readers(cut)) for model in models for cut in model.cuts)
+
+
+def test_ranks_are_checked_in_every_engine() -> None:
+    assert matrix_run.connector_of("redis://h", "2x1", "g")["consensus"] == "enforce"
 
 
 class Steps:
@@ -522,6 +624,8 @@ def test_models_and_cuts_can_be_chosen() -> None:
         (["--cuts", "TP3"], "unknown ['TP3']"),
         (["--models", "GPT"], "unknown ['GPT']"),
         (["--models", "SmolLM2", "--cuts", "TP2"], "a model has none of the cuts TP2"),
+        (["--cp", "--cuts", "TP1,PP2"], "a model has none of the cuts TP1,PP2"),
+        (["--cp", "--quick"], "not allowed with argument"),
     ],
 )
 def test_unknown_choices_are_refused(arguments: list[str], sentence: str) -> None:
