@@ -121,7 +121,7 @@ def scratch() -> Scratch:
     """What this process gathers pages in under context parallelism. All ranks of the engine must ask together."""
     from vllm_hicache.context_parallel.backend import _steps
 
-    return _steps().gather._scratch
+    return _steps().gather.scratch
 
 
 def held_layers(worker: Worker) -> list[tuple[int, Bytes]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from shard_kit import NUM_PAGES, SMALLEST, MakeTeam, RankEngine, Team, forget, load, stored
 from transfer_fixtures import Gate, WatchedStore, write_block
 
@@ -158,23 +159,30 @@ def test_a_page_that_is_not_vouched_for_at_one_rank_reaches_the_others(make_team
     assert team.pages() == [{0}, {0, 1}]
 
 
-def test_a_page_that_arrives_damaged_ends_the_load_there_alone(make_team: MakeTeam) -> None:
-    team = make_team()
-    rank = team.ranks[1]
-    rows = iter(range(5))
+def test_a_page_that_its_owner_sends_damaged_ends_the_load_on_all_ranks_and_is_counted(make_team: MakeTeam) -> None:
+    team, gathers = make_team(), iter(range(5))
 
-    def damage(row: object) -> None:
-        if next(rows) == 2:  # after its digest was told, before the row is sent
-            rank.member.pool.tensor.fill_(0)
-            row[0] ^= 1  # type: ignore[index]
+    def damage(row: torch.Tensor) -> None:
+        if next(gathers) == 2:
+            row[0] ^= 1
 
     team.collectives[1].before_meeting = damage
     load(team, 1, 0, 8)
     assert team.lengths(1) == [(3, MissReason.CORRUPT)] * 2
+    assert team.pages() == [set(range(8)) - {3}] * 2
     assert [each.counted["misses|corrupt"] for each in team.ranks] == [1, 1]
 
 
 # Loads that end while pages are exchanged
+
+
+def being_exchanged(team: Team, time_limit_s: float | None = None) -> list[Gate]:
+    """Load 1, of pages 0 to 3, has come to its exchange on both ranks, and no further."""
+    gates = [gated(team, rank) for rank in range(2)]
+    load(team, 1, 0, 4, time_limit_s=time_limit_s)
+    for gate in gates:
+        gate.await_entry()
+    return gates
 
 
 def still_running(team: Team) -> set[tuple[int, Phase]]:
@@ -189,24 +197,22 @@ def still_running(team: Team) -> set[tuple[int, Phase]]:
 
 def test_a_load_that_is_cancelled_while_its_pages_are_exchanged_is_received_after_them(make_team: MakeTeam) -> None:
     team = make_team()
-    gate = gated(team)
-    load(team, 1, 0, 4)
-    gate.await_entry()
+    gates = being_exchanged(team)
     for rank in team.ranks:
         rank.engine.cancel(OpId(1))
     assert still_running(team) == {(0, Phase.RUNNING)}
-    gate.open()
+    for gate in gates:
+        gate.open()
     assert team.lengths(1) == [(0, MissReason.CANCELLED)] * 2
     assert team.pages() == [{0, 1, 2, 3}] * 2
 
 
 def test_a_load_that_is_late_while_its_pages_are_exchanged_is_received_after_them(make_team: MakeTeam) -> None:
     team = make_team()
-    gate = gated(team)
-    load(team, 1, 0, 4, time_limit_s=0.0)
-    gate.await_entry()
+    gates = being_exchanged(team, time_limit_s=0.0)
     assert still_running(team) == {(0, Phase.RUNNING)}
-    gate.open()
+    for gate in gates:
+        gate.open()
     assert team.lengths(1) == [(0, MissReason.TIMEOUT)] * 2
 
 

@@ -52,12 +52,13 @@ class LayerGather:
     makes none.
 
     Attributes:
+        scratch: its two buffers.
         figures: sums over all batches.
     """
 
     def __init__(self, collective: Collective, scratch: Scratch) -> None:
         self._collective = collective
-        self._scratch = scratch
+        self.scratch = scratch
         self._caches: Sequence[torch.Tensor] = ()
         self._tables: ScratchTables | None = None
         self._layers: list[_Layer | None] = [None, None]
@@ -124,7 +125,7 @@ class LayerGather:
     def _start(self, index: int, tables: ScratchTables) -> None:
         cache, history = self._caches[index], tables.history
         self._layers[index % 2] = None  # lets go of the buffer, which may have to grow
-        pages = self._scratch.take(index, tables.num_pages, cache.shape[1:], cache.dtype)
+        pages = self.scratch.take(index, tables.num_pages, cache.shape[1:], cache.dtype)
         pending = None
         if tables.num_history:
             rows = pages[: tables.num_owners * tables.num_history].unflatten(0, (tables.num_owners, -1))

@@ -286,12 +286,13 @@ class TransferEngine:
         wanted = tuple(task.begin_copy(index) for index in range(first, stop))
         batch = Batch(task.op.op, first, task.op.pages[first:stop], wanted, state.fence)
         reasons: list[MissReason | None] = [MissReason.ERROR] * len(wanted)
-        start = time.perf_counter()
+        start, was_broken = time.perf_counter(), exchange.is_broken
         try:
             reasons = exchange.run(batch)
         except CollectiveError as error:
             self._count_error("exchange", error)
-            logger.error("Pages of host memory cannot be given to other ranks, they are computed again: %s", error)
+            if not was_broken:
+                logger.error("Pages of host memory cannot be given to other ranks, they are computed again: %s", error)
         finally:
             self._metrics.count("seconds", "exchange", time.perf_counter() - start)
             for offset, reason in enumerate(reasons):
