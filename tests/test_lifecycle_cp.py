@@ -16,18 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from simulated_agreement import ORDERED_KINDS
+from rank_kit import Gates, check_ranks_agreed, check_stored, object_name, prompt
 from simulated_engine import SimulatedEngine, Start, engines_on
-from simulated_faults import CopyGates, Gate, StoreFaults, faulty_stores
+from simulated_faults import Gate, StoreFaults
 from simulated_model import BLOCK, LAYERS, Cut, Job
 from simulated_traffic import Traffic
 from vllm.v1.request import RequestStatus
 
 from vllm_hicache.errors import StoreUnavailable
-from vllm_hicache.names import MissReason, ObjectName, Role, Slot
-from vllm_hicache.storage.envelope import ChunkId
+from vllm_hicache.names import MissReason, ObjectName, Slot
 from vllm_hicache.transfer.exchange import Header
 
+pytest_plugins = ["rank_fixtures"]
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 NUM_PAGES = 6
 ON_DEVICE = [Cut(2, 1, 2, 1), Cut(4, 1, 2, 2), Cut(2, 2, 2, 1), Cut(4, 1, 4, 1), Cut(4, 1, 2, 1)]
@@ -50,10 +50,6 @@ in_host_memory = pytest.mark.parametrize("cut", IN_HOST_MEMORY, ids=name_of)
 two_of_each = pytest.mark.parametrize("cut", [*ON_DEVICE[2:4], *IN_HOST_MEMORY[1:]], ids=name_of)
 
 
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=num_tokens)
-
-
 TEXT = prompt(100)
 
 
@@ -72,44 +68,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             return engines[-1]
 
         yield begin
-    for engine in engines:
-        kinds = {key.partition("|")[2] for key in engine.counters if key.startswith("rank_differences")}
-        assert not ORDERED_KINDS & kinds
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreFaults]:
-    with faulty_stores(monkeypatch) as faults:
-        yield faults
-
-
-@pytest.fixture
-def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SimulatedEngine, int], CopyGates]]:
-    """Gates before the copies of one rank."""
-    opened: list[CopyGates] = []
-
-    def before(engine: SimulatedEngine, rank: int) -> CopyGates:
-        opened.append(engine.ranks[rank].gate_copies(monkeypatch))
-        return opened[-1]
-
-    yield before
-    for each in opened:
-        each.open_all()
-
-
-Gates = Callable[[SimulatedEngine, int], CopyGates]
-
-
-def check_stored(engine: SimulatedEngine, job: Job) -> int:
-    """All of a request's pages that the store has are right; how many it has."""
-    pages = [page for page in engine.stored_pages(job) if page is not None]
-    assert pages == [engine.page_bytes(job, index) for index in range(len(pages))]
-    return len(pages)
-
-
-def object_name(engine: SimulatedEngine, job: Job, page: int, layer_group: int, head_group: int) -> ObjectName:
-    key = engine.keys(job)[page]
-    return ChunkId(key, 0, Role.TARGET, layer_group, head_group).object_name(engine.half.namespace.digest())
+    check_ranks_agreed(engines)
 
 
 def slots_of(engine: SimulatedEngine, job: Job) -> Sequence[Slot]:

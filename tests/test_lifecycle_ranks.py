@@ -14,30 +14,26 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from simulated_agreement import ORDERED_KINDS
+from rank_kit import Gates, check_ranks_agreed, check_stored, object_name, prompt
 from simulated_engine import SimulatedEngine, Start, engines_on
-from simulated_faults import CopyGates, Gate, StoreFaults, faulty_stores
-from simulated_model import BLOCK, HEADS, LAYERS, Job, Share
+from simulated_faults import Gate, StoreFaults
+from simulated_model import BLOCK, HEADS, LAYERS, Share
 from simulated_traffic import Traffic
 from vllm.v1.request import RequestStatus
 
 from vllm_hicache.entries import Entry
 from vllm_hicache.errors import StoreUnavailable
-from vllm_hicache.names import MissReason, ObjectName, OpId, PageKey, Phase, Role, Slot
+from vllm_hicache.names import MissReason, ObjectName, OpId, PageKey, Phase, Slot
 from vllm_hicache.plan import OpReport
-from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.registry import open_store
 
+pytest_plugins = ["rank_fixtures"]
 TEXT = random.Random(0).choices(range(1000), k=100)
 NUM_PAGES = 6
 FINEST = f"{LAYERS}x{HEADS}"
 Cut = tuple[int, int]
 """Tensor and pipeline ranks. Three layers are cut 2 + 1, and four tensor ranks hold two heads twice."""
 CUTS: list[Cut] = [(2, 1), (1, 2), (2, 2), (4, 1)]
-
-
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=num_tokens)
 
 
 @pytest.fixture
@@ -50,49 +46,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
             return engines[-1]
 
         yield begin
-    for engine in engines:
-        kinds = {key.partition("|")[2] for key in engine.counters if key.startswith("rank_differences")}
-        assert not ORDERED_KINDS & kinds
+    check_ranks_agreed(engines)
 
 
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreFaults]:
-    with faulty_stores(monkeypatch) as faults:
-        yield faults
-
-
-@pytest.fixture
-def gates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[SimulatedEngine, int], CopyGates]]:
-    """Gates before the copies of one rank."""
-    opened: list[CopyGates] = []
-
-    def before(engine: SimulatedEngine, rank: int) -> CopyGates:
-        opened.append(engine.ranks[rank].gate_copies(monkeypatch))
-        return opened[-1]
-
-    yield before
-    for each in opened:
-        each.open_all()
-
-
-Gates = Callable[[SimulatedEngine, int], CopyGates]
 every_cut = pytest.mark.parametrize("cut", CUTS, ids=str)
 every_tier = pytest.mark.parametrize(
     ("cut", "host_tier"), [*((cut, "sharded") for cut in CUTS), ((4, 1), "replicated")], ids=str
 )
 """Replicas of a head keep its pages in turn, unless the host tier is replicated too."""
-
-
-def check_stored(engine: SimulatedEngine, job: Job) -> int:
-    """All of a request's pages that the store has are right; how many it has."""
-    pages = [page for page in engine.stored_pages(job) if page is not None]
-    assert pages == [engine.page_bytes(job, index) for index in range(len(pages))]
-    return len(pages)
-
-
-def object_name(engine: SimulatedEngine, job: Job, page: int, layer_group: int, head_group: int) -> ObjectName:
-    key = engine.keys(job)[page]
-    return ChunkId(key, 0, Role.TARGET, layer_group, head_group).object_name(engine.half.namespace.digest())
 
 
 def slots_of(engine: SimulatedEngine, keys: Sequence[PageKey]) -> Sequence[Slot]:
