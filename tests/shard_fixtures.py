@@ -9,14 +9,10 @@ import pytest
 from shard_kit import Group, MakeTeam, Team
 from transfer_fixtures import WatchedStore
 
-from vllm_hicache.storage.file import FileStore
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> WatchedStore:
-    inner = FileStore(str(tmp_path / "store"), 1 << 30)
-    inner.probe()
-    return WatchedStore(inner)
+    return WatchedStore.on_files(tmp_path)
 
 
 @pytest.fixture

@@ -281,7 +281,7 @@ class SimulatedEngine:
         """Every page of a request's chain in host memory is on its owners, as it must be; how many there are."""
         if job.request.lora_request is not None or job.weights != self.weights:
             return 0
-        found, num_owners = self.tier.match(self.keys(job), touch=False), self.tier.num_owners
+        found, num_owners = self.tier.match(self.keys(job), touch=False), self.tier.ownership.num_owners
         for page, slot in enumerate(found.slots):
             assert slot % num_owners == (page + found.rotation) % num_owners, f"page {page} is in slot {slot}"
             keepers = [rank for rank in self.ranks if rank.keeps(slot)]

@@ -35,7 +35,7 @@ def hold(tier: HostTier, keys: Chain, start: int = 0) -> list[Slot]:
 
 
 def owners_of(tier: HostTier, slots: list[Slot]) -> list[int]:
-    return [slot % tier.num_owners for slot in slots]
+    return [slot % tier.ownership.num_owners for slot in slots]
 
 
 LONG = chain(*range(7))
@@ -335,7 +335,7 @@ class HostMachine(RuleBasedStateMachine):
         assert len(slots) <= min(num_pages, available)
         if len(slots) < num_pages:
             self.is_exhausted(slots, keys, start)
-        if self.tier.num_owners == 1:
+        if self.tier.ownership.num_owners == 1:
             assert len(evicted) <= max(0, num_pages - num_free)
         if slots:
             self.model.operations.append(Open(keys, start, slots))
@@ -343,10 +343,10 @@ class HostMachine(RuleBasedStateMachine):
     def is_exhausted(self, slots: list[Slot], keys: Chain, start: int) -> None:
         """A run ended early: its next owner has no slot, and nothing could be evicted for it."""
         if slots:
-            assert self.tier.num_free_of((slots[-1] + 1) % self.tier.num_owners) == 0
-        known = self.model.rotations(self.tier.num_owners).get(keys[0])
+            assert self.tier.num_free_of((slots[-1] + 1) % self.tier.ownership.num_owners) == 0
+        known = self.model.rotations(self.tier.ownership.num_owners).get(keys[0])
         if not slots and known:
-            assert self.tier.num_free_of((start + min(known)) % self.tier.num_owners) == 0
+            assert self.tier.num_free_of((start + min(known)) % self.tier.ownership.num_owners) == 0
         if not self.keep_unstored:
             assert self.tier.num_available == self.tier.num_free
 
@@ -414,9 +414,10 @@ class HostMachine(RuleBasedStateMachine):
         taken = self.model.slots()
         assert len(taken) == len(set(taken))
         by_owner = [
-            sum(slot % self.tier.num_owners == owner for slot in taken) for owner in range(self.tier.num_owners)
+            sum(slot % self.tier.ownership.num_owners == owner for slot in taken)
+            for owner in range(self.tier.ownership.num_owners)
         ]
-        assert [self.rows - self.tier.num_free_of(owner) for owner in range(self.tier.num_owners)] == by_owner
+        assert [self.rows - self.tier.num_free_of(owner) for owner in range(self.tier.ownership.num_owners)] == by_owner
         assert self.tier.num_free == self.tier.num_slots - len(taken)
         assert self.tier.num_reserved == sum(len(each.slots) for each in self.model.operations)
         assert self.tier.num_leases == len(self.model.leases) + len(self.model.old_leases)
@@ -425,13 +426,13 @@ class HostMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_chain_lies_in_one_rotation_where_the_tree_says(self) -> None:
-        for first, rotations in self.model.rotations(self.tier.num_owners).items():
+        for first, rotations in self.model.rotations(self.tier.ownership.num_owners).items():
             assert len(rotations) == 1, f"chains from {first!r} lie in rotations {rotations}"
             assert rotations == {0} or not self.on_device
         for key, slot in self.model.pages.items():
             found = self.tier.match(chain(*key), touch=False)
             assert (found.num_pages, found.slots[-1]) == (len(key), slot)
-            assert (slot - len(key) + 1) % self.tier.num_owners == found.rotation
+            assert (slot - len(key) + 1) % self.tier.ownership.num_owners == found.rotation
 
     def teardown(self) -> None:
         """Whatever happened, all slots come back."""

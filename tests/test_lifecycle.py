@@ -6,26 +6,23 @@ with the conservation laws. Faults of the store are in `test_lifecycle_faults.py
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lifecycle_kit import check_stored, prompt
 from simulated_engine import SimulatedEngine, Start, engines_on
-from simulated_faults import CopyGates, StoreFaults, faulty_stores, gated_copies
-from simulated_model import BLOCK, Job
+from simulated_faults import CopyGates, StoreFaults, gated_copies
+from simulated_model import BLOCK
 from simulated_traffic import Traffic
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from vllm_hicache.storage.envelope import namespace_part
 
+pytest_plugins = ["lifecycle_fixtures"]
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
-
-
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=num_tokens)
 
 
 @pytest.fixture
@@ -38,19 +35,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyGates]:
     with gated_copies(monkeypatch) as gates:
         yield gates
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreFaults]:
-    with faulty_stores(monkeypatch) as faults:
-        yield faults
-
-
-def check_stored(engine: SimulatedEngine, job: Job) -> int:
-    """All of a request's pages that the store has are right; how many it has."""
-    pages = [page for page in engine.stored_pages(job) if page is not None]
-    assert pages == [engine.page_bytes(job, index) for index in range(len(pages))]
-    return len(pages)
 
 
 class TestTiers:

@@ -16,7 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_kit import Gates, check_ranks_agreed, check_stored, object_name, prompt
+from lifecycle_kit import (
+    Gates,
+    check_ranks_agreed,
+    check_stored,
+    object_name,
+    preempt_after_every_load,
+    prompt,
+)
 from simulated_engine import SimulatedEngine, Start, engines_on
 from simulated_faults import Gate, StoreFaults
 from simulated_model import BLOCK, LAYERS, Cut, Job
@@ -27,7 +34,7 @@ from vllm_hicache.errors import StoreUnavailable
 from vllm_hicache.names import MissReason, ObjectName, Slot
 from vllm_hicache.transfer.exchange import Header
 
-pytest_plugins = ["rank_fixtures"]
+pytest_plugins = ["lifecycle_fixtures"]
 LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 NUM_PAGES = 6
 ON_DEVICE = [Cut(2, 1, 2, 1), Cut(4, 1, 2, 2), Cut(2, 2, 2, 1), Cut(4, 1, 4, 1), Cut(4, 1, 2, 1)]
@@ -82,7 +89,7 @@ def blocks_of(engine: SimulatedEngine, name: str) -> list[int]:
 
 def held_on(engine: SimulatedEngine) -> list[int]:
     """Pages in host memory, by owner."""
-    pools = range(engine.tier.num_owners)
+    pools = range(engine.tier.ownership.num_owners)
     return [engine.tier.num_slots // len(pools) - engine.tier.num_free_of(owner) for owner in pools]
 
 
@@ -122,7 +129,7 @@ class TestEveryCut:
     @every_cut
     def test_host_memory_holds_as_many_pages_as_all_owners_have_rows(self, start: Start, cut: Cut) -> None:
         engine = start(cut, num_slots=5)
-        assert engine.tier.num_owners == num_owners(cut)
+        assert engine.tier.ownership.num_owners == num_owners(cut)
         assert engine.tier.num_slots == 5 * num_owners(cut)
 
     @pytest.mark.parametrize("writer", [LONE, Cut(), *CUTS], ids=name_of)
@@ -486,16 +493,7 @@ class TestLives:
     @every_cut
     def test_a_request_is_preempted_right_after_every_load(self, start: Start, cut: Cut) -> None:
         """B4."""
-        engine = start(cut)
-        engine.serve(TEXT)
-        engine.drop_device()
-        name = engine.add(TEXT, max_tokens=8)
-        for num_output in range(1, 8):
-            engine.run(lambda wanted=num_output: len(engine.jobs[name].output) >= wanted)
-            if engine.status(name) == RequestStatus.RUNNING:
-                engine.preempt(name)
-        engine.run()
-        assert len(engine.jobs[name].output) == 8
+        assert len(preempt_after_every_load(start(cut), TEXT).output) == 8
 
     @pytest.mark.parametrize("cut", [Cut(2, 2, 2, 1), Cut(2, 2, 1, 1)], ids=name_of)
     def test_a_load_waits_for_the_steps_that_still_use_its_blocks(self, start: Start, cut: Cut) -> None:

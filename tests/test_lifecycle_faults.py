@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from lifecycle_kit import prompt
 from simulated_engine import SimulatedEngine, Start, engines_on
-from simulated_faults import Gate, StoreFaults, faulty_stores
+from simulated_faults import Gate, StoreFaults
 from simulated_model import BLOCK, Job
 from simulated_traffic import Traffic
 
@@ -25,6 +26,7 @@ from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.registry import open_store
 from vllm_hicache.transfer.copier import CpuCopier
 
+pytest_plugins = ["lifecycle_fixtures"]
 TEXT = random.Random(0).choices(range(1000), k=100)
 NUM_PAGES = 6
 RECOVERY_S = 10.0
@@ -35,16 +37,6 @@ RECOVERY_S = 10.0
 def start(tmp_path: Path) -> Iterator[Start]:
     with engines_on(tmp_path) as start:
         yield start
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreFaults]:
-    with faulty_stores(monkeypatch) as faults:
-        yield faults
-
-
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(1000), k=num_tokens)
 
 
 def object_names(engine: SimulatedEngine, job: Job) -> list[ObjectName]:

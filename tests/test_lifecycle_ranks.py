@@ -14,7 +14,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from rank_kit import Gates, check_ranks_agreed, check_stored, object_name, prompt
+from lifecycle_kit import (
+    Gates,
+    check_ranks_agreed,
+    check_stored,
+    object_name,
+    preempt_after_every_load,
+    prompt,
+)
 from simulated_engine import SimulatedEngine, Start, engines_on
 from simulated_faults import Gate, StoreFaults
 from simulated_model import BLOCK, HEADS, LAYERS, Share
@@ -27,7 +34,7 @@ from vllm_hicache.names import MissReason, ObjectName, OpId, PageKey, Phase, Slo
 from vllm_hicache.plan import OpReport
 from vllm_hicache.storage.registry import open_store
 
-pytest_plugins = ["rank_fixtures"]
+pytest_plugins = ["lifecycle_fixtures"]
 TEXT = random.Random(0).choices(range(1000), k=100)
 NUM_PAGES = 6
 FINEST = f"{LAYERS}x{HEADS}"
@@ -109,16 +116,7 @@ class TestEveryCut:
 
     @every_cut
     def test_a_preempted_request_comes_back_after_every_load(self, start: Start, cut: Cut) -> None:
-        engine = start(cut)
-        engine.serve(TEXT)
-        engine.drop_device()
-        name = engine.add(TEXT, max_tokens=8)
-        for num_output in range(1, 8):
-            engine.run(lambda wanted=num_output: len(engine.jobs[name].output) >= wanted)
-            if engine.status(name) == RequestStatus.RUNNING:
-                engine.preempt(name)
-        engine.run()
-        assert len(engine.jobs[name].output) == 8
+        assert len(preempt_after_every_load(start(cut), TEXT).output) == 8
 
     @every_cut
     def test_nothing_from_before_a_reset_is_served_afterwards(self, start: Start, cut: Cut) -> None:

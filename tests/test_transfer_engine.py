@@ -30,7 +30,6 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, Phase, Role
 from vllm_hicache.plan import LoadOp, OpReport, PageMove
 from vllm_hicache.storage.envelope import ChunkId
-from vllm_hicache.storage.file import FileStore
 
 NUM_PAGES = 4
 SOURCE = [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -42,9 +41,7 @@ MakeMachine = Callable[..., Machine]
 
 @pytest.fixture
 def store(tmp_path: Path) -> WatchedStore:
-    inner = FileStore(str(tmp_path / "store"), 1 << 30)
-    inner.probe()
-    return WatchedStore(inner)
+    return WatchedStore.on_files(tmp_path)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from vllm_hicache.names import BlockId, ObjectName, OpId, PageKey, Phase, Reques
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.wrappers import StoreWrapper
 from vllm_hicache.transfer.copier import Copier, CpuCopier, Fence, Staging
 from vllm_hicache.transfer.device import DeviceCache
@@ -247,6 +249,13 @@ class WatchedStore(StoreWrapper):
         super().__init__(inner)
         self.calls: list[tuple[str, int]] = []
         self.before: dict[tuple[str, int], Callable[[], None]] = {}
+
+    @classmethod
+    def on_files(cls, folder: Path) -> WatchedStore:
+        """A file store of its own in a test's folder."""
+        inner = FileStore(str(folder / "store"), 1 << 30)
+        inner.probe()
+        return cls(inner)
 
     def read(self, name: ObjectName, parts: Sequence[memoryview], offset: int = 0) -> int:
         self._note("read", name)

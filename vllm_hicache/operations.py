@@ -304,7 +304,7 @@ class Operations:
             tracked.banned_from = done
         if done < answer.store_end and self._tier.ownership.on_device:
             # The engine drops a whole block, and with it a page on every owner.
-            done -= done % self._tier.num_owners
+            done -= done % self._tier.ownership.num_owners
         for tier, count in answer.by_tier(record.tokens, done, self._page).items():
             self._metrics.count("hit_tokens", tier.value, count)
 

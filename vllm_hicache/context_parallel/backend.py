@@ -158,14 +158,20 @@ class _Steps:
         group = get_dcp_group()
         collective = GlooCollective(new_group(group.ranks, _GATHER_LIMIT_S), _GATHER_LIMIT_S)
         self.gather = LayerGather(collective, Scratch(torch.device("cpu"), collective.allocate))
+        self._layers: dict[Role, list[str]] = {}
         self._places: dict[str, int] = {}
         self._scratch: torch.Tensor | None = None
 
     def enter(self, layer_name: str, tables: ScratchTables) -> torch.Tensor:
         """The layer's scratch with all that earlier steps left. The first layer of a role begins a pass."""
-        index = self._place(layer_name)
+        if not self._layers:  # which layers there are is known in a pass alone
+            self._layers = {role: _layers_of(role) for role in Role}
+            self._places = {name: index for names in self._layers.values() for index, name in enumerate(names)}
+        index = self._places[layer_name]
         if index == 0:
-            self.gather.begin(self._caches(layer_name), tables)
+            layers = get_forward_context().no_compile_layers
+            caches = [layers[name].kv_cache for name in self._layers[role_of_layer(layer_name)]]
+            self.gather.begin(caches, tables)
         self._scratch = self.gather.wait(index)
         return self._scratch
 
@@ -176,16 +182,6 @@ class _Steps:
         if scratch is None:
             raise InvariantError(f"layer {layer_name} attends before its keys and values were written")
         return scratch
-
-    def _place(self, layer_name: str) -> int:
-        if layer_name not in self._places:
-            for role in Role:
-                self._places |= {name: index for index, name in enumerate(_layers_of(role))}
-        return self._places[layer_name]
-
-    def _caches(self, layer_name: str) -> list[torch.Tensor]:
-        layers = get_forward_context().no_compile_layers
-        return [layers[name].kv_cache for name in _layers_of(role_of_layer(layer_name))]
 
 
 def _layers_of(role: Role) -> list[str]:

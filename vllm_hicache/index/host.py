@@ -58,11 +58,6 @@ class HostTier:
         return self._ownership
 
     @property
-    def num_owners(self) -> int:
-        """Ranks among which pages are shared out."""
-        return self._ownership.num_owners
-
-    @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
         return self._pool.num_free
@@ -119,7 +114,7 @@ class HostTier:
         if rotation is None:
             # Room comes first: where all is full, the new chain begins on the owner that eviction made room on.
             evicted += self._evict(num_pages - self._pool.num_free)
-            rotation = max(range(self.num_owners), key=self._pool.num_free_of)
+            rotation = max(range(self._ownership.num_owners), key=self._pool.num_free_of)
         while gone := self._evict(self._num_lacking(start, num_pages, rotation)):
             evicted += gone
         first_owner = self._ownership.owner(start, rotation)
@@ -142,7 +137,7 @@ class HostTier:
             return 0
         self._unreserve(slots)
         stop = start + len(slots)
-        rotation = (slots[0] - start) % self.num_owners
+        rotation = (slots[0] - start) % self._ownership.num_owners
         found = self._tree.match(keys[: start + 1], touch=False)
         if found.num_pages < start or (found.num_pages and found.rotation != rotation):
             self._pool.give_back(slots)
@@ -208,7 +203,7 @@ class HostTier:
         """Slots that owners have too few of for pages [start, start + num_pages) of a chain, summed up."""
         return sum(
             max(0, self._ownership.num_owned(owner, num_pages, rotation, start) - self._pool.num_free_of(owner))
-            for owner in range(self.num_owners)
+            for owner in range(self._ownership.num_owners)
         )
 
     def _evict(self, num_pages: int) -> list[Evicted]:

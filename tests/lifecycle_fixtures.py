@@ -1,11 +1,11 @@
-"""Fixtures of the tests that run simulated engines of several ranks."""
+"""Fixtures of the tests of lives of requests: name this module in `pytest_plugins`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from rank_kit import Gates
+from lifecycle_kit import Gates
 from simulated_engine import SimulatedEngine
 from simulated_faults import CopyGates, StoreFaults, faulty_stores
 

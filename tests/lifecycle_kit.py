@@ -1,14 +1,15 @@
-"""What the tests that run simulated engines of several ranks share, beside their fixtures."""
+"""What the tests of lives of requests share, beside their fixtures."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from simulated_agreement import ORDERED_KINDS
 from simulated_engine import SimulatedEngine
 from simulated_faults import CopyGates
 from simulated_model import Job
+from vllm.v1.request import RequestStatus
 
 from vllm_hicache.names import ObjectName, Role
 from vllm_hicache.storage.envelope import ChunkId
@@ -18,6 +19,19 @@ Gates = Callable[[SimulatedEngine, int], CopyGates]
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1000), k=num_tokens)
+
+
+def preempt_after_every_load(engine: SimulatedEngine, text: Sequence[int]) -> Job:
+    """Serve a text that is in host memory alone, and preempt its request each time it has said one token more."""
+    engine.serve(text)
+    engine.drop_device()
+    name = engine.add(text, max_tokens=8)
+    for num_output in range(1, 8):
+        engine.run(lambda wanted=num_output: len(engine.jobs[name].output) >= wanted)
+        if engine.status(name) == RequestStatus.RUNNING:
+            engine.preempt(name)
+    engine.run()
+    return engine.jobs[name]
 
 
 def check_ranks_agreed(engines: Iterable[SimulatedEngine]) -> None:
