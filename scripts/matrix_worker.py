@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from vllm_hicache.names import Role
+
 if TYPE_CHECKING:
     from vllm_hicache.context_parallel.scratch import Scratch
 
@@ -41,7 +43,7 @@ class Scheduled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One rank's share of some pages; numbers count over the whole model.
+    """One rank's share of some pages; numbers count over the whole model, target or draft.
 
     Attributes:
         file: a numpy file, uint8 [pages][layers][heads][slab bytes].
@@ -80,29 +82,31 @@ def watch(worker: Worker) -> None:
     runner.execute_model = watched
 
 
-def dump(worker: Worker, num_pages: int, path: str) -> Piece:
-    """Write this rank's of the first pages of the request that came last to `path` and the rank's number.
+def dump(worker: Worker, num_pages: int, path: str, role: Role = Role.TARGET) -> Piece:
+    """Write this rank's of the first pages of the request that came last to `path`, the role and the rank's number.
 
     One block of a rank is one page. Where N ranks share pages out, page q is the q // N-th block of rank q mod N.
 
-    Raises RuntimeError when that request has fewer blocks.
+    Raises RuntimeError when that request has fewer blocks, or the rank has no layers of that role.
     """
     owner, num_owners = share(worker)
     num_owned = len(range(owner, num_pages, num_owners))
     blocks = worker.watched_blocks[:num_owned]
     if len(blocks) < num_owned:
         raise RuntimeError(f"the last request has {len(blocks)} blocks, {num_owned} were asked for")
-    layers = held_layers(worker)
+    layers = held_layers(worker, role)
+    if not layers:
+        raise RuntimeError(f"rank {worker.rank} has no {role} layers")
     numbers = [number for number, _ in layers]
     slabs = np.stack([caches[blocks] for _, caches in layers], axis=1)
-    file = Path(f"{path}-rank{worker.rank}.npy")
+    file = Path(f"{path}-{role}-rank{worker.rank}.npy")
     np.save(file, slabs.reshape(*slabs.shape[:3], math.prod(slabs.shape[3:])))
-    return Piece(str(file), numbers[0], len(numbers), first_head(worker), slabs.shape[2], owner, num_owners)
+    return Piece(str(file), numbers[0], len(numbers), first_head(worker, role), slabs.shape[2], owner, num_owners)
 
 
 def poison(worker: Worker) -> None:
     """Overwrite every block, and where ranks share pages out what they were gathered in. A number in every dtype."""
-    for _, caches in held_layers(worker):
+    for _, _, caches in _layers(worker):
         caches.fill(POISON)
     if share(worker)[1] > 1:
         for buffer in scratch()._buffers:
@@ -124,24 +128,40 @@ def scratch() -> Scratch:
     return _steps().gather.scratch
 
 
-def held_layers(worker: Worker) -> list[tuple[int, Bytes]]:
-    """The rank's layers in ascending order: number in the whole model, bytes [blocks][heads][...] without a copy."""
-    return sorted(_layers(worker), key=lambda layer: layer[0])
+def held_layers(worker: Worker, role: Role = Role.TARGET) -> list[tuple[int, Bytes]]:
+    """The rank's layers of a role in ascending order: number in the whole model, bytes [blocks][heads][...], no copy.
+
+    A draft's layers count from 0, also where vLLM's names of them go on after the target's.
+    """
+    held = [(number, caches) for its_role, number, caches in _layers(worker) if its_role is role]
+    return sorted(held, key=lambda layer: layer[0])
 
 
-def _layers(worker: Worker) -> Iterator[tuple[int, Bytes]]:
+def _layers(worker: Worker) -> Iterator[tuple[Role, int, Bytes]]:
     import torch
 
-    for name, layer in worker.vllm_config.compilation_config.static_forward_context.items():
-        yield int(name.split(".")[2]), layer.kv_cache.view(torch.uint8).numpy()
+    from vllm_hicache.transfer.device import layer_number, role_of_layer
+
+    config = worker.vllm_config
+    num_target_layers: int = config.model_config.get_total_num_hidden_layers()
+    beyond = num_target_layers if config.speculative_config else None
+    for name, layer in config.compilation_config.static_forward_context.items():
+        role, number = role_of_layer(name, beyond), layer_number(name)
+        if role is not role_of_layer(name):
+            number -= num_target_layers
+        yield role, number, layer.kv_cache.view(torch.uint8).numpy()
 
 
-def first_head(worker: Worker) -> int:
+def first_head(worker: Worker, role: Role = Role.TARGET) -> int:
     """The first KV head that the rank holds. Tensor ranks are counted first; where they outnumber heads they share.
 
-    A latent counts as one head.
+    A latent counts as one head. A draft may be cut over fewer ranks than the target, that is over one.
     """
     config = worker.vllm_config
-    num_heads: int = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
-    num_ranks: int = config.parallel_config.tensor_parallel_size
+    model, parallel = config.model_config, config.parallel_config
+    if role is Role.DRAFT:
+        speculative = config.speculative_config
+        model, parallel = speculative.draft_model_config, speculative.draft_parallel_config
+    num_heads: int = 1 if model.use_mla else model.get_total_num_kv_heads()
+    num_ranks: int = parallel.tensor_parallel_size
     return (worker.rank % num_ranks) * num_heads // num_ranks

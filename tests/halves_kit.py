@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from layout_kit import role_chunks
 from thread_collective import Groups, ThreadCollective
 from transfer_fixtures import (
     NAMESPACE,
@@ -30,11 +31,11 @@ from vllm_hicache.config import Config
 from vllm_hicache.consensus import Ledger
 from vllm_hicache.inventory import Agreed, agree
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, OpId, Phase, RequestId
+from vllm_hicache.names import BlockId, OpId, Phase, RequestId, Role
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.ownership import Ownership
 from vllm_hicache.place import Place
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, PageMove, Plan, SaveOp
-from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.transfer.collective import Collective
 from vllm_hicache.worker import WorkerHalf
 
@@ -108,10 +109,10 @@ class Engine:
             place,
             tensors,
             BLOCK_TOKENS,
-            "test",
+            {Role.TARGET: "test"},
             Metrics(),
             1 << 30,
-            lambda grid: lambda namespace: ChunkStore(store, namespace, grid),
+            lambda layout: lambda spaces: role_chunks(store, layout, spaces.target),
             open_collective if connected else None,
         )
         self.tensors.append(tensors)
@@ -163,12 +164,12 @@ class Engine:
 
     def flush(self, pages: Sequence[PageMove]) -> OpId:
         op = self._ledger.open()
-        self.step(flushes=(FlushOp(op, NAMESPACE, tuple(pages)),))
+        self.step(flushes=(FlushOp(op, Spaces(NAMESPACE), tuple(pages)),))
         return op
 
     def load(self, pages: Sequence[PageMove], request: RequestId | None = REQUEST) -> OpId:
         op = self._ledger.open()
-        self.step(loads=(LoadOp(op, NAMESPACE, request, tuple(pages)),))
+        self.step(loads=(LoadOp(op, Spaces(NAMESPACE), request, tuple(pages)),))
         return op
 
     # Pages

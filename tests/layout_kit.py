@@ -13,6 +13,8 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.inventory import Inventory
 from vllm_hicache.names import Role
 from vllm_hicache.ownership import Ownership, Shard
+from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.chunks import ChunkStore, RoleChunks
 
 BLOCK_TOKENS = 2
 ONE_OWNER = Ownership()
@@ -59,7 +61,7 @@ def layout_of(num_layers: int, num_heads: int, grid: Grid, slab_bytes: int = 8, 
 
 def inventories(ranks: list[RankGeometry], num_rows: int = 10, encoding: str = "made-up") -> list[Inventory]:
     return [
-        Inventory(number, rank.holdings, rank.layout, rank.slot_bytes, num_rows, encoding, rank.shard)
+        Inventory(number, rank.holdings, rank.layout, rank.slot_bytes, num_rows, {Role.TARGET: encoding}, rank.shard)
         for number, rank in enumerate(ranks)
     ]
 
@@ -122,3 +124,8 @@ def held_places(rank: RankGeometry) -> Iterator[tuple[Role, int, int]]:
         for layer in range(*holding.layers):
             for head in range(*holding.heads):
                 yield holding.role, layer, head
+
+
+def role_chunks(store: Store, layout: PageLayout, namespace: bytes) -> RoleChunks:
+    """All roles of a layout in one namespace: their objects are told apart by name."""
+    return RoleChunks({shape.role: ChunkStore(store, namespace, layout.grid_of(shape)) for shape in layout.roles})

@@ -9,7 +9,9 @@ import pytest
 from scheduler_kit import Gate, MakeRig, OpenStore, Rig
 
 from vllm_hicache.grid import Grid
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.names import Role
+from vllm_hicache.namespace import Spaces
+from vllm_hicache.storage.chunks import ChunkStore, RoleChunks
 from vllm_hicache.storage.file import FileStore
 
 
@@ -22,7 +24,11 @@ def gate(tmp_path: Path) -> Gate:
 
 @pytest.fixture
 def open_store(gate: Gate) -> OpenStore:
-    return lambda namespace: ChunkStore(gate, namespace, Grid(1, 1))
+    def opened(spaces: Spaces) -> RoleChunks:
+        digests = {Role.TARGET: spaces.target, Role.DRAFT: spaces.draft}
+        return RoleChunks({role: ChunkStore(gate, each, Grid(1, 1)) for role, each in digests.items() if each})
+
+    return opened
 
 
 @pytest.fixture

@@ -11,24 +11,27 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_hicache.config import Config
-from vllm_hicache.geometry import PageLayout, RoleShape
+from vllm_hicache.config import Config, DraftMiss
+from vllm_hicache.geometry import Cell, PageLayout, RoleShape
 from vllm_hicache.grid import Grid
 from vllm_hicache.keys import ExtraKey
 from vllm_hicache.lookup import Lookup, StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, PageKey, Phase, RequestId, Role, Slot
-from vllm_hicache.namespace import Namespace
+from vllm_hicache.namespace import DraftSpace, Namespace, Spaces
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.scheduler import Offer, SchedulerHalf
 from vllm_hicache.storage.base import Store
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import RoleChunks
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.wrappers import StoreWrapper
+from vllm_hicache.stores import StoreFactory
 
 BLOCK, PAGE = 16, 64
 SPACE = Namespace("weights", "0", "bf16", "none", "cpu", 1, 1, 16, BLOCK, PAGE, "1x1")
 CELLS = PageLayout((RoleShape(Role.TARGET, 1, 1, 16),), BLOCK, PAGE, Grid()).cells
+DRAFT = RoleShape(Role.DRAFT, 1, 1, 16)
+BOTH_CELLS = PageLayout((RoleShape(Role.TARGET, 1, 1, 16), DRAFT), BLOCK, PAGE, Grid()).cells
 PAYLOAD = memoryview(bytes(CELLS[0].num_bytes))
 UNKNOWN = PageKey(b"")
 
@@ -64,12 +67,12 @@ class Holds:
 class NotedLookups(StoreLookups):
     """Keeps the questions, so that a test can wait for the answers."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, cells: Sequence[Cell] = CELLS, needs_draft: bool = True) -> None:
         self.asked: list[Lookup] = []
-        super().__init__(CELLS, metrics)
+        super().__init__(cells, metrics, needs_draft)
 
-    def begin(self, keys: Sequence[PageKey], store: ChunkStore) -> Lookup:
-        self.asked.append(super().begin(keys, store))
+    def begin(self, keys: Sequence[PageKey], store: RoleChunks, plain: Sequence[PageKey] | None = None) -> Lookup:
+        self.asked.append(super().begin(keys, store, plain))
         return self.asked[-1]
 
     def wait(self) -> None:
@@ -81,16 +84,20 @@ class Rig:
 
     def __init__(
         self,
-        open_store: Callable[[bytes], ChunkStore] | None = None,
+        open_store: StoreFactory | None = None,
         num_slots: int = 64,
         ranks: Sequence[int] = (0,),
         lookups: NotedLookups | None = None,
         events: bool = False,
+        draft: DraftSpace | None = None,
         **settings: object,
     ) -> None:
         self.ranks, self.holds, self.metrics = tuple(ranks), Holds(), Metrics()
-        self.open_store = open_store
-        self.lookups = NotedLookups(self.metrics) if open_store and lookups is None else lookups
+        self.open_store, self.cells = open_store, CELLS if draft is None else BOTH_CELLS
+        needs_draft = settings.get("draft_miss") != DraftMiss.SERVE
+        self.lookups = (
+            NotedLookups(self.metrics, self.cells, needs_draft) if open_store and lookups is None else lookups
+        )
         raw = {"load_threshold": 1, "eviction": "lru", **({} if open_store else {"store": "none"}), **settings}
         self.half = SchedulerHalf(
             Config.parse(raw),
@@ -103,9 +110,10 @@ class Rig:
             open_store,
             self.lookups,
             events,
+            draft=draft,
         )
         self.sources: dict[str, Tokens] = {}
-        self.open: dict[OpId, tuple[Op, bytes, set[int]]] = {}
+        self.open: dict[OpId, tuple[Op, Spaces, set[int]]] = {}
         self.content: dict[tuple[int, Slot], PageKey] = {}
         self.num_blocks: dict[str, int] = {}
 
@@ -134,9 +142,9 @@ class Rig:
         self.half.allocated(RequestId(name), self.blocks(name), tokens)
         return tokens
 
-    def compute(self, name: str, upto: int | None = None) -> None:
+    def compute(self, name: str, upto: int | None = None, is_drafted: bool = True) -> None:
         tokens = self.sources[name].num_tokens if upto is None else upto
-        self.half.scheduled(RequestId(name), tokens, lambda: self.blocks(name))
+        self.half.scheduled(RequestId(name), tokens, lambda: self.blocks(name), is_drafted)
 
     def finish(self, name: str) -> None:
         self.half.finished(RequestId(name))
@@ -158,8 +166,8 @@ class Rig:
         plan = self.half.plan()
         for op in (*plan.loads, *plan.saves, *plan.flushes):
             self._check_slots(op)
-            self.open[op.op] = (op, getattr(op, "namespace", b""), set(self.ranks))
-            self._do(op, b"", self.ranks, 0, 0)
+            self.open[op.op] = (op, getattr(op, "spaces", Spaces(b"")), set(self.ranks))
+            self._do(op, Spaces(b""), self.ranks, 0, 0)
         return plan
 
     def report(
@@ -175,9 +183,9 @@ class Rig:
         """Let `ranks`, or all that have not settled, report `op`: all pages, or `done` of them, `held` in slots."""
         done = len(op.pages) if done is None else done
         held = done if held is None else held
-        _, namespace, waiting = self.open[op.op]
+        _, spaces, waiting = self.open[op.op]
         for rank in sorted(waiting) if ranks is None else ranks:
-            self._do(op, namespace, [rank], done, held)
+            self._do(op, spaces, [rank], done, held)
             if phase == Phase.SETTLED:
                 waiting.discard(rank)
             if not waiting:
@@ -194,7 +202,7 @@ class Rig:
                 return
         raise AssertionError(f"{len(self.open)} operations stay open")
 
-    def _do(self, op: Op, namespace: bytes, ranks: Sequence[int], done: int, held: int) -> None:
+    def _do(self, op: Op, spaces: Spaces, ranks: Sequence[int], done: int, held: int) -> None:
         for index, page in enumerate(op.pages):
             for rank in ranks:
                 if isinstance(op, SaveOp) or page.from_store:
@@ -202,7 +210,9 @@ class Rig:
                 else:
                     assert self.content[rank, page.slot] == page.key, "the slot changed while it was read"
             if isinstance(op, FlushOp) and index < done and self.open_store is not None:
-                self.open_store(namespace).save(chunk(page.key), PAYLOAD, CELLS[0].unit_bytes)
+                for cell in self.cells:
+                    if page.has_draft or cell.role is Role.TARGET:
+                        self.open_store(spaces).save(ChunkId.of(page.name(cell.role), cell), PAYLOAD, cell.unit_bytes)
 
     def _check_slots(self, op: Op) -> None:
         others = [page for other, _, _ in self.open.values() for page in other.pages]
@@ -268,4 +278,4 @@ def loading(rig: Rig, name: str, pages: float = 2.5) -> LoadOp:
 
 
 MakeRig = Callable[..., Rig]
-OpenStore = Callable[[bytes], ChunkStore]
+OpenStore = StoreFactory

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from layout_kit import role_chunks
 from thread_collective import Meeting, ThreadCollective
 from transfer_fixtures import (
     NAMESPACE,
@@ -35,10 +36,11 @@ from vllm_hicache.geometry import RankGeometry
 from vllm_hicache.grid import Grid
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import MissReason, OpId, Phase, RequestId, Role
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.ownership import Ownership, Shard
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.base import Store
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import RoleChunks
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.transfer.copier import CpuCopier
 from vllm_hicache.transfer.engine import TransferEngine
@@ -177,7 +179,7 @@ class RankEngine:
 
     def __init__(self, rank: int, member: Member, store: Store, exchange: PageExchange | None) -> None:
         self.member = member
-        self.chunks: ChunkStore | None = ChunkStore(store, NAMESPACE, member.grid)
+        self.chunks: RoleChunks | None = role_chunks(store, member.geometry.layout, NAMESPACE)
         self.copier = WatchedCopier(member.copier)
         self.metrics = Metrics()
         self.engine = TransferEngine(rank, member.pool, member.geometry, self.copier, self.metrics, 2, 1, 64, exchange)
@@ -204,14 +206,14 @@ class RankEngine:
         request: RequestId | None = REQUEST,
         vouched: int | None = None,
     ) -> None:
-        whole = LoadOp(OpId(op), NAMESPACE, request, tuple(pages), time_limit_s)
+        whole = LoadOp(OpId(op), Spaces(NAMESPACE), request, tuple(pages), time_limit_s)
         self.engine.load(whole, self.chunks, self.engine.fence(), vouched)
 
     def save(self, op: int, pages: Sequence[PageMove], vouched: int | None = None) -> None:
         self.engine.save(SaveOp(OpId(op), tuple(pages)), self.engine.fence(), vouched)
 
     def flush(self, op: int, pages: Sequence[PageMove], vouched: int | None = None) -> None:
-        self.engine.flush(FlushOp(OpId(op), NAMESPACE, tuple(pages)), self.chunks, vouched)
+        self.engine.flush(FlushOp(OpId(op), Spaces(NAMESPACE), tuple(pages)), self.chunks, vouched)
 
     def bytes_moved(self) -> dict[str, int]:
         """By direction."""

@@ -24,12 +24,12 @@ from vllm_hicache.entries import Entry, Mark
 from vllm_hicache.grid import Grid
 from vllm_hicache.lookup import Lookup
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, RequestId, Slot
-from vllm_hicache.namespace import Namespace
+from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, RequestId, Role, Slot
+from vllm_hicache.namespace import Namespace, Spaces
 from vllm_hicache.place import Place
 from vllm_hicache.plan import Ack, FlushOp, OpReport, Plan, SaveOp
 from vllm_hicache.scheduler import SchedulerHalf
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import ChunkStore, RoleChunks
 from vllm_hicache.worker import WorkerHalf
 
 BLOCK = 16
@@ -44,10 +44,11 @@ class InstantLookups:
     def __init__(self, net: Net) -> None:
         self._net = net
 
-    def begin(self, keys: Sequence[PageKey], store: ChunkStore) -> Lookup:
-        lookup = Lookup(keys, store)
+    def begin(self, keys: Sequence[PageKey], store: RoleChunks, plain: Sequence[PageKey] | None = None) -> Lookup:
+        lookup = Lookup(keys, keys, store)
         present = [all(key in stored for stored in self._net.stored) for key in keys]
         lookup.num_pages = next((index for index, there in enumerate(present) if not there), len(keys))
+        lookup.num_whole = lookup.num_pages
         lookup.done.set()
         return lookup
 
@@ -142,8 +143,8 @@ class Net:
         half._engine.world, half._engine.pace = self, self.paces[number]
         return half
 
-    def _open_store(self, namespace: bytes) -> ChunkStore:
-        return ChunkStore(SimpleNamespace(), namespace, Grid(1, len(self.paces)))
+    def _open_store(self, spaces: Spaces) -> RoleChunks:
+        return RoleChunks({Role.TARGET: ChunkStore(SimpleNamespace(), spaces.target, Grid(1, len(self.paces)))})
 
     # Device blocks, as the scheduler half holds them
 

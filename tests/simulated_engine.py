@@ -114,6 +114,7 @@ class SimulatedEngine:
         }
         self._grid = Grid.parse(str(settings.get("grid", "1x1")))
         config = engine_config(model, cut, step_tokens, max_requests, policy, settings if connector else None)
+        self._configure(config, model)
         config.cache_config.num_gpu_blocks = num_blocks
         cache = shares[0].cache_config(num_blocks)
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK * dcp_size, log_stats=True)
@@ -137,13 +138,18 @@ class SimulatedEngine:
         ranks, groups = [], Groups()
         for rank, share in enumerate(shares):
             own = rank_config(config, rank, of_rank.get(rank, {})) if self.has_connector else None
-            ranks.append(SimulatedRank(rank, share, num_blocks, own, lambda: self.before_forward(), groups))
+            ranks.append(self._make_rank(rank, share, num_blocks, own, lambda: self.before_forward(), groups))
         if self.has_connector:
             connector = self.scheduler.get_kv_connector()
             handshakes = {divmod(rank.number, self.cut.tp_size): rank.handshake() for rank in ranks}
             connector.set_xfer_handshake_metadata_pp_aware(handshakes)
             self._aggregator = KVOutputAggregator.from_connector(connector, len(ranks))
         return ranks
+
+    def _configure(self, config: VllmConfig, model: Path) -> None:
+        """What an engine of another kind adds to vLLM's configuration."""
+
+    _make_rank: type[SimulatedRank] = SimulatedRank
 
     @property
     def has_work(self) -> bool:
@@ -271,11 +277,19 @@ class SimulatedEngine:
             job.check_output()
             self.check_host(job)
 
-    def keys(self, job: Job, num_tokens: int | None = None) -> list[PageKey]:
+    looks_ahead = False
+    """Whether pages are known by the token that follows them too."""
+
+    def page_keys(self, job: Job, num_tokens: int | None = None) -> PageKeys:
         """Page keys of a request without adapter, under the namespace in force."""
-        keys = PageKeys(chain_root(self.half.namespace.digest(), job.request.cache_salt), self.page_tokens)
+        root = chain_root(self.half.namespace.digest(), job.request.cache_salt)
+        keys = PageKeys(root, self.page_tokens, with_next=self.looks_ahead)
         keys.extend(job.tokens[:num_tokens])
-        return keys.keys
+        return keys
+
+    def keys(self, job: Job, num_tokens: int | None = None) -> list[PageKey]:
+        """What those pages are known by."""
+        return self.page_keys(job, num_tokens).keys
 
     def check_host(self, job: Job) -> int:
         """Every page of a request's chain in host memory is on its owners, as it must be; how many there are."""
@@ -287,9 +301,12 @@ class SimulatedEngine:
             keepers = [rank for rank in self.ranks if rank.keeps(slot)]
             assert len(keepers) == len(self.ranks) // num_owners
             for rank in keepers:
-                is_right = rank.host_bytes(slot) == self.page_bytes(job, page, rank.share)
+                is_right = self._is_right(job, page, rank, slot)
                 assert is_right, f"page {page} of {job.request.request_id} on rank {rank.number}"
         return found.num_pages
+
+    def _is_right(self, job: Job, page: int, rank: SimulatedRank, slot: Slot) -> bool:
+        return rank.host_bytes(slot) == self.page_bytes(job, page, rank.share)
 
     def host_bytes(self, slot: Slot, rank: int = 0) -> bytes:
         """What a slot of a rank's host pool holds."""
@@ -302,7 +319,7 @@ class SimulatedEngine:
 
     def stored_pages(self, job: Job) -> Iterator[bytes | None]:
         """The payloads of a request's pages as the store has them, `None` where an object is missing or bad."""
-        for key in self.keys(job):
+        for key in self.page_keys(job).plain:
             cells = [
                 self._stored(key, *cell)
                 for cell in product(range(self._grid.layer_groups), range(self._grid.head_groups))
@@ -324,7 +341,8 @@ class SimulatedEngine:
         output = self.scheduler.schedule()
         if self.has_connector:
             check_targets(pool, output.kv_connector_metadata.plan.loads)
-        spans = [self._span(name, num_tokens) for name, num_tokens in output.num_scheduled_tokens.items()]
+        guesses = output.scheduled_spec_decode_tokens
+        spans = [self._span(name, count, guesses.get(name, ())) for name, count in output.num_scheduled_tokens.items()]
         batch = Batch(self.num_steps, output, spans, to_poison(pool, free))
         self._flights.append(batch)
         for waiting in self._behind:
@@ -353,12 +371,13 @@ class SimulatedEngine:
             return results[self._output_rank]
         return self._aggregator.aggregate(results, self._output_rank)
 
-    def _span(self, name: str, num_tokens: int) -> Span:
-        job = self.jobs[name]
-        end = job.request.num_computed_tokens
+    def _span(self, name: str, num_tokens: int, guesses: Sequence[int]) -> Span:
+        request = self.jobs[name].request
+        end = request.num_computed_tokens
         (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
-        tokens = list(job.request.all_token_ids[:end])
-        return Span(name, end - num_tokens, end, list(blocks), tokens, job.truth, end == job.request.num_tokens)
+        tokens = [*request.all_token_ids, *guesses]
+        ends = range(request.num_tokens, end + 1)
+        return Span(name, end - num_tokens, end, list(blocks), tokens, self.jobs[name].truth, ends, guesses)
 
     def _take(self, outputs: object) -> None:
         for each in outputs.outputs:
@@ -386,12 +405,12 @@ Start = Callable[..., SimulatedEngine]
 
 
 @contextmanager
-def engines_on(tmp_path: Path) -> Iterator[Start]:
+def engines_on(tmp_path: Path, make: Callable[..., SimulatedEngine] = SimulatedEngine) -> Iterator[Start]:
     """Starts engines on one store; at the end each is at rest and nothing is left over."""
     engines: list[SimulatedEngine] = []
 
     def begin(store: str = f"file://{tmp_path}/store?capacity=1GiB", **arguments: object) -> SimulatedEngine:
-        engines.append(SimulatedEngine(tmp_path / "model", store, **arguments))
+        engines.append(make(tmp_path / "model", store, **arguments))
         return engines[-1]
 
     yield begin

@@ -74,25 +74,42 @@ class Cut(NamedTuple):
 
 
 class Truth:
-    """What the KV of one growing chain of tokens must be: words [tokens, layers, heads, WORDS]."""
+    """What the KV of a chain of tokens must be: words [tokens, layers, heads, WORDS].
+
+    The chain grows; where its end turns out to be another, as after a wrong guess, it is computed anew from there.
+    """
 
     def __init__(self, *identity: object, num_heads: int = HEADS) -> None:
-        self._hash = int.from_bytes(hashlib.sha256(repr(identity).encode()).digest()[:8], "little")
+        self._root = int.from_bytes(hashlib.sha256(repr(identity).encode()).digest()[:8], "little")
+        self._tokens: list[int] = []
         self._hashes: list[int] = []
         self._places = _PLACES[:, :num_heads]
         self._words: Words = np.empty((0, LAYERS, num_heads, WORDS), np.uint64)
 
+    def hashes(self, tokens: Sequence[int]) -> Words:
+        """A word for each token, which stands for all tokens up to it."""
+        if self._tokens[: len(tokens)] != list(tokens[: len(self._tokens)]):
+            self._forget_from(
+                next(n for n, pair in enumerate(zip(self._tokens, tokens, strict=False)) if len({*pair}) > 1)
+            )
+        for token in tokens[len(self._tokens) :]:
+            state = self._hashes[-1] if self._hashes else self._root
+            state = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x632BE5AB) % 2**64
+            self._hashes.append(state ^ state >> 29)
+            self._tokens.append(token)
+        return np.array(self._hashes[: len(tokens)], np.uint64)
+
     def words(self, tokens: Sequence[int]) -> Words:
-        """The words of `tokens`, which begin with those of every earlier call."""
-        known = len(self._hashes)
-        for token in tokens[known:]:
-            self._hash = ((self._hash ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x632BE5AB) % 2**64
-            self._hash ^= self._hash >> 29
-            self._hashes.append(self._hash)
+        """The words of `tokens`."""
+        hashes, known = self.hashes(tokens), len(self._words)
         if len(tokens) > known:
-            new = np.array(self._hashes[known:], np.uint64)[:, None, None, None] ^ self._places
+            new = hashes[known:, None, None, None] ^ self._places
             self._words = np.concatenate([self._words, mixed(new)])
         return self._words[: len(tokens)]
+
+    def _forget_from(self, number: int) -> None:
+        del self._tokens[number:], self._hashes[number:]
+        self._words = self._words[:number]
 
 
 def folded(words: Words) -> int:

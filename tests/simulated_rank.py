@@ -21,6 +21,7 @@ from thread_collective import Groups, ThreadCollective
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_hicache.connectors.hicache import HiCacheConnector
@@ -33,7 +34,8 @@ from vllm_hicache.worker import WorkerHalf
 class Span:
     """What a step computes of one request: tokens [start, end); attention sees all before `end`.
 
-    `samples`: whether a token is sampled, as everywhere but in the middle of a prompt.
+    `ends`: after how many tokens one is sampled: nowhere in the middle of a prompt, after each guess where there are
+    some. `tokens` end with those guesses, and `guesses` are what is taken if it is sampled.
     """
 
     name: str
@@ -42,15 +44,16 @@ class Span:
     blocks: Sequence[int]
     tokens: Sequence[int]
     truth: Truth
-    samples: bool
+    ends: Sequence[int]
+    guesses: Sequence[int] = ()
 
 
 @dataclass
 class Batch:
     """A scheduled step, and what the ranks that have run it have to say.
 
-    `poisoned` are blocks that hold nothing, or something else than before. `folds` are of each rank's part, by rank,
-    one for each span.
+    `poisoned` are blocks that hold nothing, or something else than before. `folds` are of each rank's part, by rank:
+    for each span one for each of its ends.
     """
 
     number: int
@@ -58,7 +61,7 @@ class Batch:
     spans: Sequence[Span]
     poisoned: Sequence[int]
     results: dict[int, KVConnectorOutput | None] = field(default_factory=dict)
-    folds: dict[int, list[int]] = field(default_factory=dict)
+    folds: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def result(self, rank: int, is_last_stage: bool) -> ModelRunnerOutput:
         """A rank's answer to the executor, in a copy of its own as between processes."""
@@ -71,9 +74,20 @@ class Batch:
 
     def _sampled(self) -> ModelRunnerOutput:
         names = [span.name for span in self.spans]
-        whole = [reduce(xor, folds, 0) for folds in zip(*self.folds.values(), strict=True)]
-        tokens = [[next_token(fold)] if span.samples else [] for span, fold in zip(self.spans, whole, strict=True)]
+        tokens = [
+            sampled(span.guesses, [reduce(xor, parts) for parts in zip(*folds, strict=True)])
+            for span, *folds in zip(self.spans, *self.folds.values(), strict=True)
+        ]
         return ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens)
+
+
+def sampled(guesses: Sequence[int], folds: Sequence[int]) -> list[int]:
+    """Tokens that are sampled after each of the guesses, as far as those are right."""
+    tokens = [next_token(fold) for fold in folds]
+    num_right = next(
+        (at for at, pair in enumerate(zip(guesses, tokens, strict=False)) if len({*pair}) > 1), len(guesses)
+    )
+    return tokens[: num_right + 1]
 
 
 class SimulatedRank:
@@ -110,14 +124,21 @@ class SimulatedRank:
         self.worker = self._start(config) if config is not None else None
 
     def _start(self, config: VllmConfig) -> HiCacheConnector:
-        num_layers, num_blocks, num_heads = self.device.shape[:3]
-        worker = HiCacheConnector(config, KVConnectorRole.WORKER, self.share.cache_config(num_blocks))
+        worker = HiCacheConnector(config, KVConnectorRole.WORKER, self._cache_config())
         side = worker._worker
         side._open_collective = partial(self._join, side._place, side._config.rank_timeout_s)
+        worker.register_kv_caches(self._tensors())
+        return worker
+
+    def _cache_config(self) -> KVCacheConfig:
+        return self.share.cache_config(self.device.shape[1])
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What it registers, by layer."""
+        num_layers, num_blocks, num_heads = self.device.shape[:3]
         shape = (num_layers, num_blocks, num_heads, BLOCK, 2 * HEAD_SIZE)
         tensors = torch.from_numpy(self.device.view(np.int64)).view(torch.bfloat16).reshape(shape)
-        worker.register_kv_caches(dict(zip(self.share.layer_names, tensors, strict=True)))
-        return worker
+        return dict(zip(self.share.layer_names, tensors, strict=True))
 
     def handshake(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's inventory."""
@@ -134,8 +155,7 @@ class SimulatedRank:
 
     def host_bytes(self, slot: Slot) -> bytes:
         """What one of its slots holds."""
-        pool = self.half._pool
-        return pool.tensor[pool.row(slot)].numpy().tobytes()
+        return b"".join(region.numpy().tobytes() for region in self.half._pool.content(slot))
 
     def gate_copies(self, patch: pytest.MonkeyPatch) -> CopyGates:
         """Gates before this rank's copies; where pages are exchanged, before what came is copied to the device."""
@@ -146,7 +166,7 @@ class SimulatedRank:
 
     def run(self, batch: Batch) -> None:
         """Run a step; the connector's part of the answer stays in the batch."""
-        self.device[:, batch.poisoned] = POISON
+        self._poison(batch.poisoned)
         if self.worker is None:
             batch.folds[self.number] = self._forward(batch)
             batch.results[self.number] = None
@@ -183,7 +203,10 @@ class SimulatedRank:
         self.collectives.append(self._groups.join((stage, *members), rank, len(members), timeout_s))
         return self.collectives[-1]
 
-    def _forward(self, batch: Batch) -> list[int]:
+    def _poison(self, blocks: Sequence[int]) -> None:
+        self.device[:, blocks] = POISON
+
+    def _forward(self, batch: Batch) -> list[list[int]]:
         self._before_forward()
         for span in batch.spans:
             self._compute(span)
@@ -198,8 +221,8 @@ class SimulatedRank:
         blocks = np.array(span.blocks)[positions // (BLOCK * self.share.num_owners)]
         self.device.transpose(1, 4, 0, 2, 3)[blocks, positions % BLOCK] = self._words(span)[positions]
 
-    def _attend(self, batch: Batch, span: Span) -> int:
-        """Read all that attention would read here, and compare it; it folded, nothing of it from a replica."""
+    def _attend(self, batch: Batch, span: Span) -> list[int]:
+        """Read all that attention would read here, and compare it; it folded up to each end, nothing from a replica."""
         positions = self.share.owned(np.arange(span.end))
         blocks = list(span.blocks[: -(-len(positions) // BLOCK)])
         wanted = self._words(span)[positions]
@@ -212,4 +235,5 @@ class SimulatedRank:
                 f"{positions[index]} of {span.end}, its layer {layer}, its head {head}; {len(set(wrong[:, 0]))} "
                 "positions are wrong"
             )
-        return folded(seen) if self.share.replica == 0 else 0
+        lengths = np.searchsorted(positions, span.ends)
+        return [folded(seen[:length]) if self.share.replica == 0 else 0 for length in lengths]

@@ -6,7 +6,16 @@ from dataclasses import fields
 
 import pytest
 
-from vllm_hicache.config import Config, Consensus, HostMemory, HostTier, PrefetchPolicy, WritePolicy
+from vllm_hicache.config import (
+    Config,
+    Consensus,
+    DraftMiss,
+    DraftTier,
+    HostMemory,
+    HostTier,
+    PrefetchPolicy,
+    WritePolicy,
+)
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.grid import Grid
 
@@ -14,6 +23,8 @@ EVERYTHING: dict[str, tuple[object, object]] = {
     "store": ("memory://shared", "memory://shared"),
     "host_memory": ("8GiB", HostMemory(8 << 30, None)),
     "host_tier": ("replicated", HostTier.REPLICATED),
+    "draft": ("sidecar", DraftTier.SIDECAR),
+    "draft_miss": ("serve", DraftMiss.SERVE),
     "page_tokens": (256, 256),
     "grid": ("2x4", Grid(2, 4)),
     "write": ("selective", WritePolicy.SELECTIVE),

@@ -21,6 +21,8 @@ from vllm_hicache.connectors import plugin
 from vllm_hicache.connectors.adapt import (
     AdapterVersions,
     check_engine,
+    draft_limit,
+    draft_space,
     extra_keys,
     model_identity,
     namespace,
@@ -34,6 +36,7 @@ from vllm_hicache.grid import Grid
 from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
 from vllm_hicache.names import PageKey, Role
+from vllm_hicache.namespace import DraftSpace
 from vllm_hicache.place import Place
 
 PAGE = 8
@@ -146,7 +149,7 @@ def test_a_plain_engine_is_served(kind: type[SimpleNamespace]) -> None:
             "cp_kv_cache_interleave_size=1 .* blocks of 32 .* set --cp-kv-cache-interleave-size 32 and .* 64 or more",
         ),
         ("parallel_config__prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
-        ("speculative_config", SimpleNamespace(method="ngram"), "remove speculative_config or run without"),
+        ("speculative_config", SimpleNamespace(method="medusa"), "'medusa' is not supported: .* use one of .*eagle"),
     ],
 )
 def test_an_engine_that_is_not_served_is_refused_by_property_and_value(
@@ -183,9 +186,9 @@ def test_a_rank_knows_its_place_and_the_whole_model() -> None:
 
 def test_a_lone_rank_is_alone_and_what_it_holds_is_the_model() -> None:
     told = place(engine())  # type: ignore[arg-type]
-    assert (told.is_alone, told.heads_of(7), told.layers_of(9)) == (True, 7, 9)
+    assert (told.is_alone, told.heads_of(Role.TARGET, 7), told.layers_of(Role.TARGET, 9)) == (True, 7, 9)
     several = place(engine(**PARALLEL))  # type: ignore[arg-type]
-    assert (several.heads_of(7), several.layers_of(9)) == (3, 12)
+    assert (several.heads_of(Role.TARGET, 7), several.layers_of(Role.TARGET, 9)) == (3, 12)
 
 
 def test_a_latent_cache_has_one_head() -> None:
@@ -219,6 +222,64 @@ def test_settings_come_from_the_extra_config() -> None:
     assert parse_config(config).page_tokens == 96  # type: ignore[arg-type]
 
 
+# Drafts
+
+
+class UniformTypeKVCacheSpecs(SimpleNamespace):
+    pass
+
+
+def drafting(method: str = "draft_model", **changes: object) -> SimpleNamespace:
+    """An engine whose draft is a model beside the target."""
+    draft = SimpleNamespace(
+        **{**vars(engine().model_config), "max_model_len": 100, "get_total_num_kv_heads": lambda: 2}
+    )
+    speculative = SimpleNamespace(
+        method=method,
+        num_speculative_tokens=3,
+        draft_model_config=draft,
+        draft_parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        draft_load_config=None,
+        kv_cache_dtype=None,
+        use_eagle=lambda: method != "draft_model",
+    )
+    return engine(speculative_config=speculative, device_config=SimpleNamespace(device_type="cpu"), **changes)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_a_draft_with_state_is_served(method: str) -> None:
+    check_engine(drafting(method), groups(group()))  # type: ignore[arg-type]
+    told = place(drafting(method))  # type: ignore[arg-type]
+    assert (told.draft_heads, told.draft_tp_size, draft_limit(drafting(method))) == (2, 2, 97)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
+def test_a_draft_without_state_is_served_as_if_there_were_none(method: str) -> None:
+    config = drafting(method, **PARALLEL)
+    check_engine(config, groups(group()))  # type: ignore[arg-type]
+    assert place(config) == place(engine(**PARALLEL))  # type: ignore[arg-type]
+    assert draft_limit(config) is None  # type: ignore[arg-type]
+
+
+def test_a_draft_on_stages_is_refused_on_the_cpu_alone() -> None:
+    config = drafting(parallel_config__pipeline_parallel_size=2)
+    with pytest.raises(UnsupportedEngineError, match="pipeline_parallel_size=2 with speculative decoding crashes"):
+        check_engine(config, groups(group()))  # type: ignore[arg-type]
+    config.device_config.device_type = "cuda"
+    check_engine(config, groups(group()))  # type: ignore[arg-type]
+
+
+def test_layers_of_unequal_shape_in_one_group_are_looked_at_one_by_one() -> None:
+    def mixed(draft: type[SimpleNamespace]) -> SimpleNamespace:
+        one = group(UniformTypeKVCacheSpecs, "first")
+        one.kv_cache_spec.kv_cache_specs = {"first": FullAttentionSpec(), "last": draft()}
+        return groups(one)
+
+    check_engine(drafting(), mixed(MLAAttentionSpec))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedEngineError, match="of kind SlidingWindowSpec"):
+        check_engine(drafting(), mixed(SlidingWindowSpec))  # type: ignore[arg-type]
+
+
 # Namespaces
 
 PINNED = Config(model_id="m")
@@ -230,7 +291,7 @@ LAYOUT = PageLayout((RoleShape(Role.TARGET, 12, 3, 4096), RoleShape(Role.DRAFT, 
 def namespace_of(
     config: Config = PINNED, encoding: str = "cpu", layout: PageLayout = LAYOUT, **changes: object
 ) -> dict[str, str | int]:
-    agreed = Agreed(layout, encoding, 9)
+    agreed = Agreed(layout, {Role.TARGET: encoding, Role.DRAFT: "draft's"}, 9)
     return namespace(engine(**changes), groups(group()), config, agreed).fields()  # type: ignore[arg-type]
 
 
@@ -280,6 +341,27 @@ def test_a_plain_cache_dtype_is_that_of_the_tensors(plain: str) -> None:
 def test_each_property_changes_its_field_of_the_namespace(field: str, changes: dict[str, object]) -> None:
     one, other = namespace_of(), namespace_of(**changes)  # type: ignore[arg-type]
     assert {name for name in one if one[name] != other[name]} == {field}
+
+
+def test_the_namespace_of_a_draft_says_what_it_is(tmp_path: Path) -> None:
+    agreed = Agreed(LAYOUT, {Role.TARGET: "cpu", Role.DRAFT: "draft's"}, 9)
+    found = []
+    for number in (1.0, 2.0, 1.0):
+        config = drafting("eagle", model_config__hf_overrides=lambda config: config)
+        config.speculative_config.draft_model_config.model = str(weights(tmp_path / "draft", number))
+        config.speculative_config.draft_model_config.hf_overrides = lambda config: config
+        found.append(draft_space(config, agreed))  # type: ignore[arg-type]
+    first, other, again = found
+    assert first == again != other
+    assert first is not None
+    assert first == DraftSpace("eagle", first.model, "auto", "none", "draft's", 1, 1, 64, "1x1", True)
+    assert draft_space(engine(), agreed) is None  # type: ignore[arg-type]
+
+
+def test_random_weights_of_a_draft_are_shared_with_nobody() -> None:
+    agreed = Agreed(LAYOUT, {Role.TARGET: "cpu", Role.DRAFT: "draft's"}, 9)
+    config = drafting(load_config=SimpleNamespace(load_format="dummy"))
+    assert draft_space(config, agreed) != draft_space(config, agreed)  # type: ignore[arg-type]
 
 
 # Models

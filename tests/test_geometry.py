@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -295,3 +296,29 @@ def test_a_layout_takes_the_operators_grid_or_the_one_that_suits_the_model(
 def test_a_grid_that_does_not_fit_the_model_is_refused_when_cells_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="grid 3x1 cuts 2 layers"):
         _ = layout_of(2, 2, Grid(3, 1)).cells
+
+
+@UNHURRIED
+@given(ENGINES)
+def test_a_sidecar_holds_the_drafts_parts_and_packed_all_of_them(engine: tuple[PageLayout, Cut]) -> None:
+    for rank in ranks_of(engine):
+        aside = replace(rank, has_sidecar=True)
+        assert [replace(part, offset=0, region=0) for part in aside.parts] == [
+            replace(part, offset=0) for part in rank.parts
+        ]
+        for region in (0, 1):
+            offset = 0
+            for part in (each for each in aside.parts if each.region == region):
+                assert (part.offset, part.cell.role is Role.DRAFT) == (offset, region == 1)
+                offset += part.num_bytes
+        assert sum(aside.region_bytes) == aside.slot_bytes == rank.slot_bytes == sum(rank.region_bytes)
+        assert 0 not in aside.region_bytes
+
+
+@UNHURRIED
+@given(role_shapes(), st.integers(1, 4))
+def test_a_draft_leaves_the_targets_objects_as_they_are(roles: tuple[RoleShape, ...], blocks: int) -> None:
+    alone = PageLayout.suited(roles[:1], 4, 4 * blocks, None)
+    beside = PageLayout.suited(roles, 4, 4 * blocks, None)
+    assert [cell for cell in beside.cells if cell.role is Role.TARGET] == list(alone.cells)
+    assert [beside.grid_of(shape) for shape in roles[:1]] == [alone.grid]

@@ -21,7 +21,19 @@ PACKAGE = "vllm_hicache"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "names", "units", "support", "machine", "metrics", "grid", "config", "secrets"),
-    ("keys", "namespace", "fingerprint", "plan", "entries", "events", "geometry", "inventory", "place", "ownership"),
+    (
+        "keys",
+        "namespace",
+        "fingerprint",
+        "plan",
+        "entries",
+        "events",
+        "drafts",
+        "geometry",
+        "inventory",
+        "place",
+        "ownership",
+    ),
     ("index", "consensus", "ranklog", "rank_faults", "checker", "drills", "cost"),
     ("storage",),
     ("stores", "lookup"),

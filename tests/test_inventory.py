@@ -49,7 +49,7 @@ def test_ranks_of_any_cut_agree(engine: tuple[PageLayout, Cut]) -> None:
     layout, cut = engine
     found = inventories(cut.ranks(layout))
     agreed = agree(found, len(found))
-    assert (agreed.layout, agreed.encoding) == (layout, "made-up")
+    assert (agreed.layout, agreed.encodings) == (layout, {Role.TARGET: "made-up"})
 
 
 @UNHURRIED
@@ -91,7 +91,7 @@ def test_a_rank_that_the_engine_does_not_have_is_refused() -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_rank_of_another_encoding_is_refused_with_both(number: int) -> None:
-    found = changed(number, encoding="cpu-amx-b128")
+    found = changed(number, encodings={Role.TARGET: "cpu-amx-b128"})
     for arrived in (found, found[::-1]):
         message = refusal(arrived)
         assert message.startswith(f"rank {number} has another slab encoding than rank 0: cpu-amx-b128 and made-up; ")
@@ -103,9 +103,8 @@ def test_a_rank_of_another_encoding_is_refused_with_both(number: int) -> None:
         replace(LAYOUT, grid=Grid(1, 2)),
         replace(LAYOUT, page_tokens=4),
         replace(LAYOUT, roles=(replace(LAYOUT.roles[0], slab_bytes=16),)),
-        replace(LAYOUT, roles=(*LAYOUT.roles, RoleShape(Role.DRAFT, 1, 2, 8))),
     ],
-    ids=["grid", "page", "slab", "role"],
+    ids=["grid", "page", "slab"],
 )
 def test_a_rank_that_sees_another_model_is_refused(other: PageLayout) -> None:
     assert "rank 2 has another layout of a page than rank 0" in refusal(changed(2, layout=other))
@@ -116,6 +115,37 @@ def test_layers_and_heads_that_no_rank_holds_are_named(number: int, place: str) 
     found = ranks()
     found[number] = replace(found[number], holdings=())
     assert f"no rank holds target {place}, of 61 layers and 8 heads" in refusal(found)
+
+
+DRAFT = RoleShape(Role.DRAFT, 2, 4, 8)
+
+
+def with_draft(*numbers: int, shape: RoleShape = DRAFT) -> list[Inventory]:
+    """Of two stages with two ranks each: those of `numbers` have the draft's layers as well, two heads each."""
+    found = ranks()
+    for number in numbers:
+        holding = Holding(Role.DRAFT, (0, shape.num_layers), (number % 2 * 2, number % 2 * 2 + 2), 0, 1)
+        layout = replace(LAYOUT, roles=(*LAYOUT.roles, shape))
+        encodings = {Role.TARGET: "made-up", Role.DRAFT: "draft's"}
+        holdings = (*found[number].holdings, holding)
+        found[number] = replace(found[number], layout=layout, holdings=holdings, encodings=encodings)
+    return found
+
+
+def test_a_draft_on_the_last_stage_is_part_of_the_whole_model() -> None:
+    agreed = agree(with_draft(2, 3), 4)
+    assert agreed.layout == replace(LAYOUT, roles=(*LAYOUT.roles, DRAFT))
+    assert agreed.encodings == {Role.TARGET: "made-up", Role.DRAFT: "draft's"}
+
+
+def test_a_draft_of_which_heads_are_missing_is_refused() -> None:
+    assert "no rank holds draft layer 0, KV head 2, of 2 layers and 4 heads" in refusal(with_draft(2))
+
+
+def test_a_rank_with_another_draft_is_refused() -> None:
+    found = with_draft(2, 3)
+    found[3] = with_draft(2, 3, shape=replace(DRAFT, slab_bytes=16))[3]
+    assert "rank 3 has another layout of a page than rank 0" in refusal(found)
 
 
 def test_a_gap_of_one_layer_between_stages_is_found() -> None:

@@ -182,3 +182,49 @@ def test_a_bad_token_id_is_refused_and_changes_nothing(bad: list[int]) -> None:
 def test_a_root_or_page_of_the_wrong_size_is_refused(root: bytes, page: int) -> None:
     with pytest.raises(ValueError, match=rf"got {page} and {len(root)}"):
         PageKeys(root, page)
+
+
+def named_with_next(tokens: Sequence[int], page: int = PAGE, pieces: Iterable[int] = ()) -> PageKeys:
+    """Keys of pages that are known by the next token too, of tokens that come in pieces of these lengths."""
+    chain, start = PageKeys(chain_root(NAMESPACE), page, with_next=True), 0
+    for length in pieces:
+        chain.extend(tokens[start : start + length])
+        start += length
+    chain.extend(tokens[start:])
+    return chain
+
+
+@given(tokens_lists, st.integers(1, 9), st.lists(st.integers(0, 20), max_size=6))
+def test_a_key_with_the_next_token_is_the_hash_of_the_plain_key_and_that_token(
+    tokens: list[int], page: int, pieces: list[int]
+) -> None:
+    plain = keys_of(tokens, page=page)
+    expected = [
+        hashed(key, tokens[(index + 1) * page].to_bytes(4, "little"))
+        for index, key in enumerate(plain)
+        if (index + 1) * page < len(tokens)
+    ]
+    chain = named_with_next(tokens, page, pieces)
+    assert (chain.keys, chain.plain, chain.num_tokens) == (expected, plain, len(tokens))
+    assert chain.next_at == (len(expected) + 1) * page + 1
+
+
+def test_a_page_whose_next_token_is_unknown_has_no_key_yet() -> None:
+    chain = named_with_next(TOKENS[: 2 * PAGE])
+    assert (len(chain.keys), len(chain.plain)) == (1, 2)
+    chain.extend([7])
+    assert (len(chain.keys), len(chain.plain)) == (2, 2)
+
+
+def test_prompts_that_part_after_a_page_share_its_plain_key_and_all_before_it() -> None:
+    one, other = named_with_next(TOKENS), named_with_next([*TOKENS[: 2 * PAGE], *TOKENS[: 2 * PAGE]])
+    assert one.keys[0] == other.keys[0]
+    assert one.plain[:2] == other.plain[:2]
+    assert not set(one.keys[1:]) & set(other.keys[1:])
+
+
+def test_without_the_next_token_both_names_are_one() -> None:
+    chain = PageKeys(chain_root(NAMESPACE), PAGE)
+    chain.extend(TOKENS)
+    assert chain.keys is chain.plain
+    assert chain.next_at == 5 * PAGE

@@ -16,7 +16,7 @@ from vllm_hicache.lookup import Lookup, StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import ObjectName, PageKey, Role
 from vllm_hicache.storage.base import Store
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import ChunkStore, RoleChunks
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.wrappers import StoreWrapper
@@ -54,8 +54,8 @@ def gate(tmp_path: Path) -> Gate:
 
 
 @pytest.fixture
-def chunks(gate: Gate) -> ChunkStore:
-    return ChunkStore(gate, b"n" * 32, SHAPE)
+def chunks(gate: Gate) -> RoleChunks:
+    return RoleChunks({Role.TARGET: ChunkStore(gate, b"n" * 32, SHAPE)})
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def lookups(metrics: Metrics) -> Iterator[StoreLookups]:
     lookups.close()
 
 
-def put(chunks: ChunkStore, keys: Sequence[PageKey], cells: Sequence[Cell] = CELLS) -> None:
+def put(chunks: ChunkStore | RoleChunks, keys: Sequence[PageKey], cells: Sequence[Cell] = CELLS) -> None:
     for key in keys:
         for cell in cells:
             chunk = ChunkId(key, 0, cell.role, cell.layer_group, cell.head_group)
@@ -83,25 +83,25 @@ def answer(lookup: Lookup) -> int | None:
 
 
 @pytest.mark.parametrize("present", [0, 1, 2, 64, 65, 66, 200])
-def test_the_leading_run_is_counted(present: int, lookups: StoreLookups, chunks: ChunkStore) -> None:
+def test_the_leading_run_is_counted(present: int, lookups: StoreLookups, chunks: RoleChunks) -> None:
     put(chunks, KEYS[:present])
     put(chunks, KEYS[present + 1 :][:3])
     assert answer(lookups.begin(KEYS, chunks)) == present
 
 
 @pytest.mark.parametrize("missing", CELLS, ids=lambda cell: f"{cell.layer_group}.{cell.head_group}")
-def test_a_page_that_lacks_one_of_its_cells_is_absent(missing: Cell, lookups: StoreLookups, chunks: ChunkStore) -> None:
+def test_a_page_that_lacks_one_of_its_cells_is_absent(missing: Cell, lookups: StoreLookups, chunks: RoleChunks) -> None:
     put(chunks, KEYS[:2])
     put(chunks, KEYS[2:3], [cell for cell in CELLS if cell != missing])
     put(chunks, KEYS[3:4])
     assert answer(lookups.begin(KEYS[:4], chunks)) == 2
 
 
-def test_no_keys_are_no_pages(lookups: StoreLookups, chunks: ChunkStore) -> None:
+def test_no_keys_are_no_pages(lookups: StoreLookups, chunks: RoleChunks) -> None:
     assert answer(lookups.begin([], chunks)) == 0
 
 
-def test_asking_does_not_wait_for_the_store(lookups: StoreLookups, chunks: ChunkStore, gate: Gate) -> None:
+def test_asking_does_not_wait_for_the_store(lookups: StoreLookups, chunks: RoleChunks, gate: Gate) -> None:
     put(chunks, KEYS[:1])
     gate.open.clear()
     lookup = lookups.begin(KEYS[:1], chunks)
@@ -112,16 +112,16 @@ def test_asking_does_not_wait_for_the_store(lookups: StoreLookups, chunks: Chunk
 
 
 def test_questions_are_answered_each_in_its_own_namespace(
-    lookups: StoreLookups, chunks: ChunkStore, gate: Gate
+    lookups: StoreLookups, chunks: RoleChunks, gate: Gate
 ) -> None:
     put(chunks, KEYS[:2])
-    other = ChunkStore(gate, b"o" * 32, SHAPE)
+    other = RoleChunks({Role.TARGET: ChunkStore(gate, b"o" * 32, SHAPE)})
     asked = [lookups.begin(KEYS[:3], store) for store in (other, chunks, other)]
     assert [answer(lookup) for lookup in asked] == [0, 2, 0]
 
 
 def test_a_store_that_raises_has_no_pages_and_the_thread_lives(
-    lookups: StoreLookups, chunks: ChunkStore, gate: Gate
+    lookups: StoreLookups, chunks: RoleChunks, gate: Gate
 ) -> None:
     put(chunks, KEYS[:2])
     for fault in (StoreUnavailable("down"), RuntimeError("a client's own"), None):
@@ -130,29 +130,29 @@ def test_a_store_that_raises_has_no_pages_and_the_thread_lives(
 
 
 def test_a_store_that_raises_is_counted(
-    lookups: StoreLookups, chunks: ChunkStore, gate: Gate, metrics: Metrics
+    lookups: StoreLookups, chunks: RoleChunks, gate: Gate, metrics: Metrics
 ) -> None:
     gate.fault = StoreUnavailable("down")
     answer(lookups.begin(KEYS[:2], chunks))
     assert metrics.drain()
 
 
-class Broken(ChunkStore):
+class Broken(RoleChunks):
     def present(self, chunks: Sequence[ChunkId]) -> list[bool]:
         raise ZeroDivisionError
 
 
 def test_an_error_of_our_own_is_counted_and_logged_and_the_thread_lives(
-    lookups: StoreLookups, chunks: ChunkStore, gate: Gate, metrics: Metrics, caplog: pytest.LogCaptureFixture
+    lookups: StoreLookups, chunks: RoleChunks, gate: Gate, metrics: Metrics, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(chunks, KEYS[:2])
     with caplog.at_level(logging.ERROR, "vllm_hicache.lookup"):
-        assert answer(lookups.begin(KEYS[:2], Broken(gate, b"n" * 32, SHAPE))) == 0
+        assert answer(lookups.begin(KEYS[:2], Broken({}))) == 0
     assert (metrics.drain(), len(caplog.records)) == ({"errors|lookup": 1}, 1)
     assert answer(lookups.begin(KEYS[:2], chunks)) == 2
 
 
-def test_an_abandoned_question_is_not_asked_any_further(lookups: StoreLookups, chunks: ChunkStore, gate: Gate) -> None:
+def test_an_abandoned_question_is_not_asked_any_further(lookups: StoreLookups, chunks: RoleChunks, gate: Gate) -> None:
     put(chunks, KEYS)
     gate.open.clear()
     lookup = lookups.begin(KEYS, chunks)
@@ -163,14 +163,15 @@ def test_an_abandoned_question_is_not_asked_any_further(lookups: StoreLookups, c
 
 
 def test_a_question_abandoned_while_it_waits_costs_the_store_nothing(
-    lookups: StoreLookups, chunks: ChunkStore, gate: Gate
+    lookups: StoreLookups, chunks: RoleChunks, gate: Gate
 ) -> None:
-    lookup = Lookup(KEYS, chunks, abandoned=True)
-    assert lookups._count(lookup) == gate.num_calls == 0
+    lookup = Lookup(KEYS, KEYS, chunks, abandoned=True)
+    assert lookups._count(lookup) == (0, 0)
+    assert gate.num_calls == 0
 
 
 def test_closing_does_not_wait_for_a_stuck_store_and_leaves_open_questions_unanswered(
-    metrics: Metrics, chunks: ChunkStore, gate: Gate
+    metrics: Metrics, chunks: RoleChunks, gate: Gate
 ) -> None:
     lookups = StoreLookups(CELLS, metrics)
     gate.open.clear()
@@ -181,3 +182,25 @@ def test_closing_does_not_wait_for_a_stuck_store_and_leaves_open_questions_unans
     gate.open.set()
     lookups.close()
     assert (first.done.is_set(), second.done.is_set()) == (True, False)
+
+
+DRAFT_CELLS = PageLayout((RoleShape(Role.TARGET, 2, 2, 8), RoleShape(Role.DRAFT, 1, 2, 8)), 16, 64, SHAPE).cells
+OF_DRAFT = [cell for cell in DRAFT_CELLS if cell.role is Role.DRAFT]
+OTHER_NAMES = [PageKey(b"p" + key[1:]) for key in KEYS]
+
+
+@pytest.mark.parametrize("needs_draft", [True, False])
+@pytest.mark.parametrize("holes", [((), ()), ((3,), (1,)), ((1,), (3,)), ((), (0,)), ((70,), (66,)), ((), (64, 66))])
+def test_the_run_ends_where_a_role_that_is_needed_is_missing(
+    needs_draft: bool, holes: tuple[tuple[int, ...], ...], metrics: Metrics, gate: Gate
+) -> None:
+    by_role = {Role.TARGET: ChunkStore(gate, b"n" * 32, SHAPE), Role.DRAFT: ChunkStore(gate, b"d" * 32, Grid(1, 2))}
+    without_target, without_draft = ([page for page in range(80) if page not in missing] for missing in holes)
+    put(by_role[Role.TARGET], [OTHER_NAMES[page] for page in without_target])
+    put(by_role[Role.DRAFT], [KEYS[page] for page in without_draft], OF_DRAFT)
+    lookups = StoreLookups(DRAFT_CELLS, metrics, needs_draft)
+    lookup = lookups.begin(KEYS[:80], RoleChunks(by_role), OTHER_NAMES[:80])
+    target, draft = (min(missing, default=80) for missing in holes)
+    assert answer(lookup) == (min(target, draft) if needs_draft else target)
+    assert lookup.num_whole == min(target, draft)
+    lookups.close()

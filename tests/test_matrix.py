@@ -37,6 +37,7 @@ from redis_server import RedisServer
 from safetensors.torch import load_file
 
 from vllm_hicache.fingerprint import weights_fingerprint
+from vllm_hicache.names import Role
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 NUM_PAGES, NUM_LAYERS, NUM_HEADS, SLAB_BYTES = 3, 4, 4, 2 * 2 * PAGE_TOKENS
@@ -129,11 +130,42 @@ def a_worker(rank: int, cut: Cut, layers: range, num_heads: int, total_heads: in
         context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(kv_cache=caches)
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=context),
-        model_config=SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: total_heads),
+        model_config=a_model(total_heads),
+        speculative_config=None,
         parallel_config=SimpleNamespace(tensor_parallel_size=cut.tensor, decode_context_parallel_size=cut.context),
     )
     runner = SimpleNamespace(execute_model=lambda scheduled, *more: (scheduled, more))
     return SimpleNamespace(rank=rank, vllm_config=config, model_runner=runner)
+
+
+def a_model(num_heads: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        use_mla=False, get_total_num_kv_heads=lambda: num_heads, get_total_num_hidden_layers=lambda: NUM_LAYERS
+    )
+
+
+DRAFT_NAMES = {
+    "a model": [f"draft_model.model.layers.{number}.self_attn.attn" for number in (1, 0)],
+    "a model with more layers": [f"draft_model.model.layers.{number}.self_attn.attn" for number in range(5, -1, -1)],
+    "EAGLE": ["model.layers.5.self_attn.attn", "model.layers.4.self_attn.attn"],
+}
+
+
+def with_a_draft(rank: int, names: list[str], draft_tensor: int, num_heads: int = 2, total_heads: int = 4) -> Any:
+    """A rank of two with draft layers of 12 bytes a head, in another dtype; a byte is made of block and name."""
+    worker = a_worker(rank, Cut(tensor=2), range(4), 2)
+    config = worker.vllm_config
+    for name in names:
+        number = int(name.split("layers.")[1].split(".")[0])
+        caches = torch.zeros(5, num_heads, 1, 3, dtype=torch.float32)
+        for block in range(5):
+            caches[block].view(torch.uint8).fill_(128 + 16 * block + number)
+        config.compilation_config.static_forward_context[name] = SimpleNamespace(kv_cache=caches)
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=a_model(total_heads),
+        draft_parallel_config=SimpleNamespace(tensor_parallel_size=draft_tensor),
+    )
+    return worker
 
 
 def schedule(worker: Any, *new: list[int], **more: list[int]) -> None:
@@ -256,6 +288,46 @@ def test_poison_overwrites_every_block_and_what_pages_are_gathered_in(
     matrix_worker.poison(worker)
     assert all((caches == matrix_worker.POISON).all() for _, caches in matrix_worker.held_layers(worker))
     assert bool((scratch._buffers[0] == matrix_worker.POISON).all()) is (cut.context > 1)
+
+
+@pytest.mark.parametrize("names", DRAFT_NAMES.values(), ids=list(DRAFT_NAMES))
+class TestADraft:
+    def test_poison_overwrites_its_layers_too(self, names: list[str]) -> None:
+        worker = with_a_draft(0, names, 2)
+        matrix_worker.poison(worker)
+        layers = worker.vllm_config.compilation_config.static_forward_context
+        assert len(layers) == NUM_LAYERS + len(names)
+        assert all((layer.kv_cache.view(torch.uint8) == matrix_worker.POISON).all() for layer in layers.values())
+
+    def test_its_layers_count_from_0_and_are_not_the_targets(self, names: list[str]) -> None:
+        worker = with_a_draft(0, names, 2)
+        held = [matrix_worker.held_layers(worker, role) for role in (Role.TARGET, Role.DRAFT)]
+        assert [[number for number, _ in layers] for layers in held] == [[0, 1, 2, 3], list(range(len(names)))]
+        assert [int(caches[0].flat[0]) for _, caches in held[1]] == sorted(
+            128 + int(name.split("layers.")[1].split(".")[0]) for name in names
+        )
+
+    @pytest.mark.parametrize(("draft_tensor", "num_heads", "first"), [(2, 2, 2), (1, 4, 0)])
+    def test_its_pages_lie_in_files_of_their_own(
+        self, names: list[str], draft_tensor: int, num_heads: int, first: int, tmp_path: Path
+    ) -> None:
+        worker = with_a_draft(1, names, draft_tensor, num_heads)
+        matrix_worker.watch(worker)
+        schedule(worker, [3, 1])
+        target, draft = (matrix_worker.dump(worker, 2, str(tmp_path / "take"), role) for role in Role)
+        assert np.load(target.file).shape == (2, NUM_LAYERS, 2, SLAB_BYTES)
+        assert replace(draft, file="") == Piece("", 0, len(names), first, num_heads)
+        slabs = np.load(draft.file)
+        assert slabs.shape == (2, len(names), num_heads, 12)
+        assert (slabs[:, :, 0, 0] // 16 - 8).tolist() == [[3] * len(names), [1] * len(names)]
+
+
+def test_a_rank_without_draft_layers_has_none_to_look_at(tmp_path: Path) -> None:
+    worker = a_worker(0, Cut(), range(4), 4)
+    matrix_worker.watch(worker)
+    schedule(worker, [1])
+    with pytest.raises(RuntimeError, match="rank 0 has no draft layers"):
+        matrix_worker.dump(worker, 1, str(tmp_path / "take"), Role.DRAFT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

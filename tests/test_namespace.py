@@ -10,7 +10,7 @@ import pytest
 from vllm_hicache.grid import Grid
 from vllm_hicache.keys import PageKeys, chain_root
 from vllm_hicache.names import MissReason, PageKey, Role
-from vllm_hicache.namespace import Namespace, difference
+from vllm_hicache.namespace import DraftSpace, Namespace, difference
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
@@ -117,3 +117,33 @@ def test_the_difference_names_fields_with_both_values() -> None:
 
 def test_the_difference_names_fields_that_only_one_of_them_has() -> None:
     assert difference({"new": 1}, {"old": "x"}) == {"new": ("1", "absent"), "old": ("absent", "x")}
+
+
+DRAFT = DraftSpace("eagle", "weights", "auto", "none", "cpu-vec-b32", 1, 2, 4096, "1x1", True)
+DRAFT_CHANGES: dict[str, str | int] = {
+    "method": "draft_model",
+    "model": "other weights",
+    "kv_dtype": "fp8_e4m3",
+    "quantization": "awq",
+    "encoding": "cpu-amx-b32",
+    "layers": 2,
+    "kv_heads": 3,
+    "slab_bytes": 8192,
+    "grid": "1x2",
+    "looks_ahead": False,
+}
+
+
+def test_every_field_of_a_draft_has_a_change_here() -> None:
+    assert ["target", *DRAFT_CHANGES] == list(DRAFT.fields_for(SPACE.digest()))
+
+
+@pytest.mark.parametrize("field", DRAFT_CHANGES)
+def test_each_field_changes_the_namespace_of_a_draft(field: str) -> None:
+    other = replace(DRAFT, **{field: DRAFT_CHANGES[field]})  # type: ignore[arg-type]
+    assert other.digest_for(SPACE.digest()) != DRAFT.digest_for(SPACE.digest())
+
+
+def test_the_same_draft_beside_another_target_has_another_namespace() -> None:
+    digests = {DRAFT.digest_for(space.digest()) for space in (SPACE, SPACE.bumped("nonce"))}
+    assert len(digests | {SPACE.digest()}) == 3

@@ -28,10 +28,11 @@ from vllm_hicache.events import PageRemoved, PageStored
 from vllm_hicache.keys import ExtraKey
 from vllm_hicache.lookup import Lookup
 from vllm_hicache.names import MissReason, OpId, PageKey, Phase, RequestId, Tier
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.operations import runs_of
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, Plan, SaveOp
 from vllm_hicache.scheduler import Offer
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import RoleChunks
 
 pytest_plugins = ["scheduler_fixtures"]
 
@@ -760,7 +761,7 @@ def test_pages_from_before_a_reset_are_never_written_under_the_new_namespace(
     rig.report(save)
     rig.half.reset("nonce")
     (flush,) = rig.plan().flushes
-    assert flush.namespace == SPACE.digest()
+    assert flush.spaces == Spaces(SPACE.digest())
     rig.report(flush)
 
 
@@ -877,8 +878,8 @@ class ToldLookups(NotedLookups):
         self.stored: set[PageKey] = set()
         self._rng = rng
 
-    def begin(self, keys: Sequence[PageKey], store: ChunkStore) -> Lookup:
-        lookup = Lookup(keys, store)
+    def begin(self, keys: Sequence[PageKey], store: RoleChunks, plain: Sequence[PageKey] | None = None) -> Lookup:
+        lookup = Lookup(keys, keys, store)
         self.asked.append(lookup)
         if self._rng.random() < 0.7:
             self.wait()
@@ -887,7 +888,7 @@ class ToldLookups(NotedLookups):
     def wait(self) -> None:
         for lookup in self.asked:
             run = [key in self.stored for key in lookup.keys]
-            lookup.num_pages = run.index(False) if False in run else len(run)
+            lookup.num_pages = lookup.num_whole = run.index(False) if False in run else len(run)
             lookup.done.set()
         self.asked.clear()
 
@@ -963,8 +964,8 @@ class Chaos(Rig):
         if self.rng.random() < 0.1:
             self.half.report([OpReport(rank, op.op, 0, 0, Phase.RUNNING, MissReason.ERROR)])
 
-    def _do(self, op: Op, namespace: bytes, ranks: Sequence[int], done: int, held: int) -> None:
-        super()._do(op, b"", ranks, 0, held)
+    def _do(self, op: Op, spaces: Spaces, ranks: Sequence[int], done: int, held: int) -> None:
+        super()._do(op, spaces, ranks, 0, held)
         if isinstance(op, FlushOp):
             self.told.stored.update(page.key for page in op.pages[:done])
 

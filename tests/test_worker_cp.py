@@ -139,7 +139,9 @@ def test_the_stage_decides_nothing_about_the_tensor_ranks_that_are_connected(sto
     tensors = share(device_tensors(Layout(LAYERS, 1, 4, BLOCK_TOKENS, 2)), (0, LAYERS), (0, 1))
     place = Place(3, 2, 2, 1, 2 * LAYERS, 4)
     config = Config.parse({"page_tokens": BLOCK_TOKENS, "grid": "2x1", "host_memory": 4096})
-    half = WorkerHalf(config, place, tensors, BLOCK_TOKENS, "test", Metrics(), 1 << 30, None, open_collective)
+    half = WorkerHalf(
+        config, place, tensors, BLOCK_TOKENS, {Role.TARGET: "test"}, Metrics(), 1 << 30, None, open_collective
+    )
     half.close()
     assert opened == [[0, 1]]
     assert half.hand_over().holdings == (Holding(Role.TARGET, (0, LAYERS), (0, 1), 1, 2),)

@@ -38,7 +38,7 @@ def test_the_inventory_says_who_the_rank_is_and_how_many_whole_pages_it_keeps(ma
     shapes = (RoleShape(Role.TARGET, 3, 2, LAYOUT.slab_bytes), RoleShape(Role.DRAFT, 2, 2, LAYOUT.slab_bytes))
     holdings = (Holding(Role.TARGET, (0, 3), (0, 2)), Holding(Role.DRAFT, (0, 2), (0, 2)))
     layout = PageLayout(shapes, 4, 8, Grid(1, 2))
-    expected = Inventory(5, holdings, layout, PAGE_BYTES, 8, "test")
+    expected = Inventory(5, holdings, layout, PAGE_BYTES, 8, {Role.TARGET: "test"})
     assert make_half(device_tensors(LAYOUT)).hand_over() == expected
 
 
@@ -167,7 +167,7 @@ def test_a_cancelled_load_is_received_before_the_store_answers(make_half: MakeHa
 
 def test_without_a_store_loads_from_it_fail_and_flushes_are_declined(make_half: MakeHalf) -> None:
     config = Config.parse({"store": "none", "page_tokens": 8, "host_memory": 8 * PAGE_BYTES})
-    half = WorkerHalf(config, Place(), device_tensors(LAYOUT), 4, "test", Metrics(), 1 << 30)
+    half = WorkerHalf(config, Place(), device_tensors(LAYOUT), 4, {Role.TARGET: "test"}, Metrics(), 1 << 30)
     step(half, Plan(loads=loads(1, True, 0), flushes=flushes(2)))
     assert [report.pages_done for report in collected(half, 2).reports] == [0, 0]
     half.close()

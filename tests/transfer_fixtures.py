@@ -15,15 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from layout_kit import role_chunks
 
 from vllm_hicache.consensus import Consumption
 from vllm_hicache.geometry import Holding, PageLayout, Range, RankGeometry, RoleShape
 from vllm_hicache.grid import Grid
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, ObjectName, OpId, PageKey, Phase, RequestId, Role, Slot
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.storage.base import Store
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import RoleChunks
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.wrappers import StoreWrapper
 from vllm_hicache.transfer.copier import Copier, CpuCopier, Fence, Staging
@@ -303,7 +305,7 @@ class Machine:
 
     def __init__(self, store: Store, rig: Rig, io_threads: int, flush_queue_pages: int) -> None:
         self.rig = rig
-        self.chunks: ChunkStore | None = ChunkStore(store, NAMESPACE, rig.grid)
+        self.chunks: RoleChunks | None = role_chunks(store, rig.geometry.layout, NAMESPACE)
         self.copier = WatchedCopier(rig.copier)
         self.metrics = Metrics()
         self.engine = TransferEngine(
@@ -352,7 +354,7 @@ class Machine:
         request: RequestId | None = REQUEST,
         vouched: int | None = None,
     ) -> None:
-        whole = LoadOp(OpId(op), NAMESPACE, request, tuple(pages), time_limit_s, unserved)
+        whole = LoadOp(OpId(op), Spaces(NAMESPACE), request, tuple(pages), time_limit_s, unserved)
         self.consumption.begin(whole.op, 3, whole)
         self.engine.load(whole, self.chunks, self.engine.fence(), vouched)
 
@@ -363,7 +365,7 @@ class Machine:
     def flush(self, op: int, *numbers: int, vouched: int | None = None) -> None:
         self.consumption.begin(OpId(op), 3)
         pages = tuple(move(number, number) for number in numbers)
-        self.engine.flush(FlushOp(OpId(op), NAMESPACE, pages), self.chunks, vouched)
+        self.engine.flush(FlushOp(OpId(op), Spaces(NAMESPACE), pages), self.chunks, vouched)
 
     def misses(self) -> dict[str, int]:
         return {name.split("|")[1]: count for name, count in self.counted.items() if name.startswith("misses|")}

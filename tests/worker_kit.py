@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from transfer_fixtures import NAMESPACE, PATIENCE_S, Layout, Tensors, move, page_bytes
 
 from vllm_hicache.names import BlockId, OpId, Phase, RequestId
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
 from vllm_hicache.worker import WorkerHalf
 
@@ -46,11 +47,11 @@ def saves(op: int = 1) -> tuple[SaveOp, ...]:
 
 def loads(op: int, from_store: bool, first_slot: int, namespace: bytes = NAMESPACE) -> tuple[LoadOp, ...]:
     pages = tuple(move(n, first_slot + n, blocks, 0, from_store) for n, blocks in enumerate(TARGET))
-    return (LoadOp(OpId(op), namespace, RequestId("r"), pages),)
+    return (LoadOp(OpId(op), Spaces(namespace), RequestId("r"), pages),)
 
 
 def flushes(op: int) -> tuple[FlushOp, ...]:
-    return (FlushOp(OpId(op), NAMESPACE, tuple(move(n, n) for n in range(3))),)
+    return (FlushOp(OpId(op), Spaces(NAMESPACE), tuple(move(n, n) for n in range(3))),)
 
 
 def step(half: WorkerHalf, plan: Plan) -> None:

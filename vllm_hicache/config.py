@@ -45,6 +45,20 @@ class HostTier(StrEnum):
     REPLICATED = "replicated"
 
 
+class DraftTier(StrEnum):
+    """Where a draft model's state lies: in the target's host slots, or in a pool of its own with the same slots."""
+
+    PACKED = "packed"
+    SIDECAR = "sidecar"
+
+
+class DraftMiss(StrEnum):
+    """What becomes of a page whose draft state is not in the store: computed again, or served without it."""
+
+    RECOMPUTE = "recompute"
+    SERVE = "serve"
+
+
 class PrefetchPolicy(StrEnum):
     """How long a request waits for pages that are in the store only."""
 
@@ -105,6 +119,8 @@ class Config:
         store: URL of the L3 store, or `none`.
         host_memory: size of the host pool of each rank.
         host_tier: whether ranks that hold the same KV keep its pages in turn, or all of them each.
+        draft: where a draft model's state lies in host memory.
+        draft_miss: what becomes of a page whose draft state is missing.
         page_tokens: tokens of a page; `None` takes the smallest multiple of the block size from 64 on.
         grid: objects a page is cut in; `None` takes what suits the model.
         write: when pages are flushed to the store.
@@ -129,6 +145,8 @@ class Config:
     store: str = DEFAULT_STORE
     host_memory: HostMemory = HostMemory(None, 2.0)
     host_tier: HostTier = HostTier.SHARDED
+    draft: DraftTier = DraftTier.PACKED
+    draft_miss: DraftMiss = DraftMiss.RECOMPUTE
     page_tokens: int | None = None
     grid: Grid | None = None
     write: WritePolicy = WritePolicy.THROUGH
@@ -168,6 +186,8 @@ class Config:
             store=values.text("store", DEFAULT_STORE),
             host_memory=HostMemory.parse(raw["host_memory"]) if "host_memory" in raw else HostMemory(None, 2.0),
             host_tier=values.choice("host_tier", HostTier, HostTier.SHARDED),
+            draft=values.choice("draft", DraftTier, DraftTier.PACKED),
+            draft_miss=values.choice("draft_miss", DraftMiss, DraftMiss.RECOMPUTE),
             page_tokens=values.optional_count("page_tokens"),
             grid=Grid.parse(values.text("grid", "1x1")) if raw.get("grid") is not None else None,
             write=values.choice("write", WritePolicy, WritePolicy.THROUGH),

@@ -101,13 +101,19 @@ class PageLayout:
         """
         whole = cls(roles, block_tokens, page_tokens, Grid())
         first = roles[0]
-        chosen = grid or Grid.suited(first.num_layers, first.num_heads, whole.num_bytes)
+        # A draft does not count: engines with and without one share the target's objects.
+        num_bytes = first.num_layers * first.num_heads * whole.blocks_per_page * first.slab_bytes
+        chosen = grid or Grid.suited(first.num_layers, first.num_heads, num_bytes)
         return replace(whole, grid=chosen.resolved(first.num_layers))
 
     @property
     def blocks_per_page(self) -> int:
         """Device blocks of a page."""
         return self.page_tokens // self.block_tokens
+
+    def grid_of(self, shape: RoleShape) -> Grid:
+        """How a role's part of a page is cut."""
+        return self.grid if shape.role is Role.TARGET else self.grid.for_draft(shape.num_heads)
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
@@ -124,7 +130,7 @@ class PageLayout:
                 unit_bytes=self.blocks_per_page * shape.slab_bytes,
             )
             for shape in self.roles
-            for grid in [self.grid if shape.role is Role.TARGET else self.grid.for_draft(shape.num_heads)]
+            for grid in [self.grid_of(shape)]
             for layer_group, (first_layer, end_layer) in enumerate(grid.layer_bounds(shape.num_layers))
             for head_group, (first_head, end_head) in enumerate(grid.head_bounds(shape.num_heads))
         )
@@ -192,7 +198,8 @@ class Part:
         first_head: first head, counted among the rank's own.
         skip_layers: layers of the cell before the part.
         skip_heads: heads of the cell before the part.
-        offset: bytes from the beginning of the slot.
+        offset: bytes from the beginning of the slot in its region.
+        region: 0 where the target's layers lie, 1 in a sidecar of the draft's.
     """
 
     cell: Cell
@@ -203,6 +210,7 @@ class Part:
     num_heads: int
     skip_heads: int
     offset: int
+    region: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -233,11 +241,13 @@ class RankGeometry:
     Attributes:
         holdings: one a role, in the order of the layout's roles.
         shard: which of the group's pages this rank keeps.
+        has_sidecar: whether draft layers lie in a region of their own, and not behind the target's.
     """
 
     layout: PageLayout
     holdings: tuple[Holding, ...]
     shard: Shard = Shard()
+    has_sidecar: bool = False
 
     @property
     def blocks_per_page(self) -> int:
@@ -246,21 +256,28 @@ class RankGeometry:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Parts in slot order; offsets run without gaps."""
+        """Parts in slot order; offsets run without gaps in every region."""
         parts: list[Part] = []
-        offset = 0
+        offsets = [0, 0]
         for cell in self.layout.cells:
+            region = int(self.has_sidecar and cell.role is Role.DRAFT)
             for holding in self.holdings:
-                part = _part(cell, holding, offset) if holding.role == cell.role else None
+                part = _part(cell, holding, offsets[region], region) if holding.role == cell.role else None
                 if part is not None:
                     parts.append(part)
-                    offset += part.num_bytes
+                    offsets[region] += part.num_bytes
         return tuple(parts)
+
+    @property
+    def region_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page on this rank by region, none of which is empty."""
+        regions = {part.region for part in self.parts}
+        return tuple(sum(part.num_bytes for part in self.parts if part.region == region) for region in sorted(regions))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one page on this rank."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum(self.region_bytes)
 
     def writes(self, key: PageKey, part: Part) -> bool:
         """Whether this rank is the one of several that keep the same which writes this page's object.
@@ -272,7 +289,7 @@ class RankGeometry:
         return int.from_bytes(key[:4], "little") % num_alike == holding.replica // self.shard.num_owners
 
 
-def _part(cell: Cell, holding: Holding, offset: int) -> Part | None:
+def _part(cell: Cell, holding: Holding, offset: int, region: int) -> Part | None:
     layers = _common(holding.layers, (cell.first_layer, cell.first_layer + cell.num_layers))
     heads = _common(holding.heads, (cell.first_head, cell.first_head + cell.num_heads))
     if layers is None or heads is None:
@@ -286,6 +303,7 @@ def _part(cell: Cell, holding: Holding, offset: int) -> Part | None:
         num_heads=heads[1] - heads[0],
         skip_heads=heads[0] - cell.first_head,
         offset=offset,
+        region=region,
     )
 
 

@@ -6,8 +6,8 @@ pages with holes, so that they are refused, by name, before the first request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from vllm_hicache.errors import ConfigError
@@ -26,7 +26,7 @@ class Inventory:
         layout: the whole model's page, as this rank sees it.
         slot_bytes: bytes of a page on this rank.
         num_rows: pages of its host pool.
-        encoding: how a slab's interior is laid out.
+        encodings: how a slab's interior is laid out, by role.
         shard: which pages of its group it keeps.
     """
 
@@ -35,7 +35,7 @@ class Inventory:
     layout: PageLayout
     slot_bytes: int
     num_rows: int
-    encoding: str
+    encodings: Mapping[Role, str]
     shard: Shard = Shard()
 
 
@@ -45,13 +45,13 @@ class Agreed:
 
     Attributes:
         layout: the whole model's page.
-        encoding: how a slab's interior is laid out.
+        encodings: how a slab's interior is laid out, by role.
         num_slots: pages that every group of ranks has room for, each kept once.
         ownership: how a group shares them out.
     """
 
     layout: PageLayout
-    encoding: str
+    encodings: Mapping[Role, str]
     num_slots: int
     ownership: Ownership = Ownership()
 
@@ -69,11 +69,18 @@ def agree(inventories: Sequence[Inventory], num_ranks: int) -> Agreed:
             f"ranks {sorted(ranks)} handed over an inventory, but the engine has {num_ranks}: "
             f"{f'rank {missing[0]} is missing' if missing else 'some came twice'}, look for its error in the log"
         )
-    first = min(inventories, key=lambda each: each.rank)
-    for each in inventories:
+    ordered = sorted(inventories, key=lambda each: each.rank)
+    first = ordered[0]
+    # Backwards, so that what the first rank says of a role counts: stages without draft layers know nothing of it.
+    shapes = {shape.role: shape for each in reversed(ordered) for shape in each.layout.roles}
+    encodings = {role: text for each in reversed(ordered) for role, text in each.encodings.items()}
+    layout = replace(first.layout, roles=tuple(shapes[role] for role in Role if role in shapes))
+    for each in ordered:
+        own_roles = {shape.role for shape in each.layout.roles}
+        seen = replace(layout, roles=tuple(shape for shape in layout.roles if shape.role in own_roles))
         for what, own, other in (
-            ("layout of a page", each.layout, first.layout),
-            ("slab encoding", each.encoding, first.encoding),
+            ("layout of a page", each.layout, seen),
+            *(("slab encoding", each.encodings[role], encodings[role]) for role in each.encodings),
             ("way of sharing out pages", each.shard.ownership, first.shard.ownership),
         ):
             if own != other:
@@ -81,13 +88,13 @@ def agree(inventories: Sequence[Inventory], num_ranks: int) -> Agreed:
                     f"rank {each.rank} has another {what} than rank {first.rank}: {own} and {other}; "
                     "give all ranks the same version, instruction set and settings"
                 )
-    for shape in first.layout.roles:
+    for shape in layout.roles:
         _check_tiling(inventories, shape.role, shape.num_layers, shape.num_heads)
     for each in inventories:
         _check_owner(each)
     ownership = first.shard.ownership
     num_rows = min(each.num_rows for each in inventories)
-    return Agreed(first.layout, first.encoding, num_rows * ownership.num_owners, ownership)
+    return Agreed(layout, encodings, num_rows * ownership.num_owners, ownership)
 
 
 def check_writers(inventories: Sequence[Inventory], layout: PageLayout) -> None:

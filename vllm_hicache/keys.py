@@ -8,6 +8,11 @@ the scheduler thread.
     root  = H(namespace, cache salt, adapter name, adapter path, adapter version)
     key i = H(key i-1 (or root), tokens of page i as little-endian uint32, extra keys that touch page i)
 
+Some drafts (EAGLE, MTP) put into a page's last place what depends on the token that follows. There a page has two
+names: the key above for the target's bytes, and one that stands for the next token as well for everything else:
+
+    key with what follows i = H(key i, first token of page i+1 as little-endian uint32)
+
 `H` is SHA-256 over length-prefixed fields, so ("a", "bc") and ("ab", "c") differ.
 """
 
@@ -82,16 +87,22 @@ class PageKeys:
         root: 32 bytes from `chain_root`.
         page_tokens: tokens in a page, at least 1.
         extras: items that touch some of the pages, in any order.
+        with_next: whether a page is known by the token that follows it too; its key is then there one token later.
+
+    Attributes:
+        keys: what pages are known by.
+        plain: names of the target's bytes; the same list unless `with_next`, which may be one page longer.
     """
 
-    __slots__ = ("_extras", "_pending", "_root", "keys", "page_tokens")
+    __slots__ = ("_extras", "_pending", "_root", "keys", "page_tokens", "plain")
 
-    def __init__(self, root: bytes, page_tokens: int, extras: Iterable[ExtraKey] = ()) -> None:
+    def __init__(self, root: bytes, page_tokens: int, extras: Iterable[ExtraKey] = (), with_next: bool = False) -> None:
         if page_tokens < 1 or len(root) != KEY_BYTES:
             raise ValueError(
                 f"need page_tokens >= 1 and a root of {KEY_BYTES} bytes, got {page_tokens} and {len(root)}"
             )
-        self.keys: list[PageKey] = []
+        self.plain: list[PageKey] = []
+        self.keys: list[PageKey] = [] if with_next else self.plain
         self.page_tokens = page_tokens
         self._root = root
         self._extras = sorted(extras, key=lambda extra: (extra.start, extra.stop, extra.kind, extra.data))
@@ -100,7 +111,12 @@ class PageKeys:
     @property
     def num_tokens(self) -> int:
         """Tokens given so far, those of an unfinished last page included."""
-        return len(self.keys) * self.page_tokens + len(self._pending)
+        return len(self.plain) * self.page_tokens + len(self._pending)
+
+    @property
+    def next_at(self) -> int:
+        """Number of tokens with which the next page gets its key."""
+        return (len(self.keys) + 1) * self.page_tokens + (self.keys is not self.plain)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens that follow those already given; adds a key for every page they complete.
@@ -112,10 +128,21 @@ class PageKeys:
             self._pending.extend(array("I", token_ids))
         except (OverflowError, TypeError) as error:
             raise ValueError(f"token ids must be integers in [0, 2**32): {error}") from error
+        first = len(self.plain)
         num_pages = len(self._pending) // self.page_tokens
         if num_pages:
             self._hash_pages(num_pages)
-            del self._pending[: num_pages * self.page_tokens]
+        if self.keys is not self.plain:
+            self._hash_next(first)
+        del self._pending[: num_pages * self.page_tokens]
+
+    def _hash_next(self, first: int) -> None:
+        """Name pages whose next token is known; what is pending begins with page `first`."""
+        for page in range(len(self.keys), len(self.plain)):
+            place = (page + 1 - first) * self.page_tokens
+            if place >= len(self._pending):
+                return
+            self.keys.append(PageKey(digest(self.plain[page], self._pending[place].to_bytes(4, "little"))))
 
     def _hash_pages(self, num_pages: int) -> None:
         data = _little_endian(self._pending)
@@ -123,12 +150,12 @@ class PageKeys:
         before = _LENGTH.pack(KEY_BYTES)
         between = _LENGTH.pack(size)
         none = _LENGTH.pack(0)
-        parent: bytes = self.keys[-1] if self.keys else self._root
+        parent: bytes = self.plain[-1] if self.plain else self._root
         for start in range(0, num_pages * size, size):
-            extras = self._extras_of(len(self.keys)) if self._extras else none
+            extras = self._extras_of(len(self.plain)) if self._extras else none
             parts = (before, parent, between, data[start : start + size], extras)
             parent = hashlib.sha256(b"".join(parts)).digest()
-            self.keys.append(PageKey(parent))
+            self.plain.append(PageKey(parent))
 
     def _extras_of(self, page: int) -> bytes:
         start, stop = page * self.page_tokens, (page + 1) * self.page_tokens

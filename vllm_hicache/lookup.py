@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_hicache.errors import StoreError
 from vllm_hicache.geometry import Cell
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import PageKey
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.names import PageKey, Role
+from vllm_hicache.storage.chunks import RoleChunks
 from vllm_hicache.storage.envelope import ChunkId
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,19 @@ _BATCH_PAGES = 64
 
 @dataclass(slots=True)
 class Lookup:
-    """One question: how many leading pages of `keys` are in the store. Answered when `num_pages` is set."""
+    """One question: how many leading pages are in the store. Answered when `done` is set.
+
+    Attributes:
+        keys, plain: names of the pages as in `PageKeys`.
+        num_pages: leading pages that are of use; `None` until it is answered.
+        num_whole: leading pages that have everything, at most `num_pages`.
+    """
 
     keys: Sequence[PageKey]
-    store: ChunkStore
+    plain: Sequence[PageKey]
+    store: RoleChunks
     num_pages: int | None = None
+    num_whole: int = 0
     abandoned: bool = False
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -39,10 +47,12 @@ class StoreLookups:
     """A thread that answers lookups in the order they were asked.
 
     Args:
-        cells: the grid's cells of the whole page; every one must be present.
+        cells: the cells of the whole page.
+        needs_draft: whether a page is of use only where the draft's are present too.
     """
 
-    def __init__(self, cells: Sequence[Cell], metrics: Metrics) -> None:
+    def __init__(self, cells: Sequence[Cell], metrics: Metrics, needs_draft: bool = True) -> None:
+        self._needs_draft = needs_draft
         self._cells = tuple(cells)
         self._metrics = metrics
         self._queue: deque[Lookup] = deque()
@@ -51,9 +61,12 @@ class StoreLookups:
         self._thread = threading.Thread(target=self._run, name="hicache-lookup", daemon=True)
         self._thread.start()
 
-    def begin(self, keys: Sequence[PageKey], store: ChunkStore) -> Lookup:
-        """Ask for the leading run of `keys`; the answer appears in the returned record."""
-        lookup = Lookup(keys, store)
+    def begin(self, keys: Sequence[PageKey], store: RoleChunks, plain: Sequence[PageKey] | None = None) -> Lookup:
+        """Ask for the leading run of `keys`, whose target's bytes have other names where `plain` is given.
+
+        The answer appears in the returned record.
+        """
+        lookup = Lookup(keys, plain if plain is not None else keys, store)
         with self._ready:
             self._queue.append(lookup)
             self._ready.notify()
@@ -69,7 +82,7 @@ class StoreLookups:
     def _run(self) -> None:
         while (lookup := self._take()) is not None:
             try:
-                lookup.num_pages = self._count(lookup)
+                lookup.num_pages, lookup.num_whole = self._count(lookup)
             except Exception as error:  # a miss: the store's failure must not end the thread
                 if not isinstance(error, StoreError):
                     logger.exception("A store lookup failed; its pages count as absent")
@@ -82,15 +95,24 @@ class StoreLookups:
             self._ready.wait_for(lambda: self._queue or self._closing)
             return None if self._closing else self._queue.popleft()
 
-    def _count(self, lookup: Lookup) -> int:
-        found, size = 0, 1
+    def _count(self, lookup: Lookup) -> tuple[int, int]:
+        """Leading pages that are of use, and that are whole."""
+        found, whole, size = 0, 0, 1
         while found < len(lookup.keys) and not lookup.abandoned:
-            batch = lookup.keys[found : found + size]
-            present = lookup.store.present([ChunkId.of(key, cell) for key in batch for cell in self._cells])
-            per_page = len(self._cells)
-            for index in range(len(batch)):
-                if not all(present[index * per_page : (index + 1) * per_page]):
-                    return found
+            batch = range(found, min(found + size, len(lookup.keys)))
+            for has_target, has_draft in self._present(lookup, batch):
+                if not has_target or (self._needs_draft and not has_draft):
+                    return found, whole
+                whole += has_draft and whole == found
                 found += 1
             size = _BATCH_PAGES
-        return found
+        return found, whole
+
+    def _present(self, lookup: Lookup, pages: Sequence[int]) -> Iterator[tuple[bool, bool]]:
+        """Whether all of the target's objects of each page are there, and all of the draft's."""
+        names = {Role.TARGET: lookup.plain, Role.DRAFT: lookup.keys}
+        chunks = [ChunkId.of(names[cell.role][page], cell) for page in pages for cell in self._cells]
+        present = iter(lookup.store.present(chunks))
+        for _ in pages:
+            missing = {cell.role for cell in self._cells if not next(present)}
+            yield Role.TARGET not in missing, Role.DRAFT not in missing

@@ -27,6 +27,7 @@ SPECS = (
     MetricSpec("bytes", "counter", "direction", "Bytes moved: load, save (device), exchange (ranks), fetch, flush."),
     MetricSpec("seconds", "counter", "direction", "Seconds spent moving bytes, summed over threads."),
     MetricSpec("misses", "counter", "reason", "Pages that were promised or looked for and not served."),
+    MetricSpec("pages_without_draft", "counter", None, "Pages fetched without the draft model's state of them."),
     MetricSpec("evicted_pages", "counter", "tier", "Pages evicted."),
     MetricSpec("declined_pages", "counter", "direction", "Pages not saved or flushed for want of room; offered again."),
     MetricSpec("errors", "counter", "place", "Failures that were turned into misses."),

@@ -63,6 +63,52 @@ class Namespace:
         return replace(self, generation=f"{base}+{nonce}")
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSpace:
+    """What decides the meaning of a draft's bytes beside all that decides the target's.
+
+    Attributes:
+        method: how it drafts, e.g. `draft_model`, `eagle3`.
+        model: fingerprint of its config and weights.
+        kv_dtype: element type of its layers' cache.
+        encoding: how the interior of its slabs is laid out.
+        looks_ahead: whether a page's last place holds what depends on the token that follows.
+    """
+
+    method: str
+    model: str
+    kv_dtype: str
+    quantization: str
+    encoding: str
+    layers: int
+    kv_heads: int
+    slab_bytes: int
+    grid: str
+    looks_ahead: bool
+
+    def fields_for(self, target: bytes) -> dict[str, str | int]:
+        """Every field by name, with the target's namespace (32-byte digest), on whose pages it lies."""
+        own: dict[str, str | int] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"target": target.hex(), **own}
+
+    def digest_for(self, target: bytes) -> bytes:
+        """32 bytes; differs whenever any field or the target's namespace does."""
+        parts = [f"{name}={value!r}".encode() for name, value in self.fields_for(target).items()]
+        return digest(b"vllm-hicache draft", *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """Where an engine's pages lie in the store: 32-byte digests of its namespaces, by role.
+
+    Attributes:
+        draft: `None` for an engine whose pages have no draft layers.
+    """
+
+    target: bytes
+    draft: bytes | None = None
+
+
 def difference(one: dict[str, str | int], other: dict[str, str | int]) -> dict[str, tuple[str, str]]:
     """Fields in which two namespaces differ, with both values as text."""
     names = sorted(set(one) | set(other))

@@ -13,11 +13,13 @@ from itertools import pairwise
 
 from vllm_hicache.config import Config, WritePolicy
 from vllm_hicache.consensus import Ledger, Silence
+from vllm_hicache.drafts import BarePages
 from vllm_hicache.events import PageEvents
 from vllm_hicache.index.host import HostTier
 from vllm_hicache.index.tree import Evicted
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, Slot, Tier
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.tracking import Answer, BlockHolds, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
 
@@ -34,6 +36,7 @@ class Operations:
         block_tokens: tokens of a device block.
         ranks: every rank that reports.
         has_store: whether pages can be flushed.
+        bare: pages without draft state.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Operations:
         metrics: Metrics,
         events: PageEvents,
         has_store: bool,
+        bare: BarePages,
     ) -> None:
         self._config = config
         self._tier = tier
@@ -61,8 +65,11 @@ class Operations:
         self._open: dict[OpId, OpenOp] = {}
         self._moving: set[PageKey] = set()
         self._flushing: set[PageKey] = set()
+        # Under which name the target's bytes of a page in the tree are stored, where it is not the page's key.
+        self._plain: dict[PageKey, PageKey] = {}
+        self._bare = bare
         self._epoch = 0
-        self._namespace = b""
+        self._spaces = Spaces(b"")
         self._step = 0
         self._flush_from_step = 0
         self._plan_empty()
@@ -81,15 +88,15 @@ class Operations:
         """Whether an operation is bringing this page into host memory."""
         return key in self._moving
 
-    def enter(self, epoch: int, namespace: bytes) -> None:
+    def enter(self, epoch: int, spaces: Spaces) -> None:
         """Operations begin in this epoch from now on; results of earlier ones no longer enter the tree."""
         self._epoch = epoch
-        self._namespace = namespace
+        self._spaces = spaces
         self._moving.clear()
 
     def load(self, tracked: Tracked, answer: Answer, blocks: Sequence[BlockId], tokens: int) -> None:
         """Load `tokens` tokens into `blocks` (all of the request's), as far as slots for store pages can be had."""
-        keys = tracked.keys.keys[: answer.store_end]
+        keys, plain = tracked.keys.keys[: answer.store_end], tracked.keys.plain[: answer.store_end]
         found = self._tier.match(keys[: answer.host_end], touch=False)
         # The lease comes before the slots: what is reserved must not evict the very pages to be loaded.
         lease = self._tier.lease(keys, found.num_pages)
@@ -102,7 +109,9 @@ class Operations:
             page_blocks, first_block = self._blocks_of(index, blocks, answer.local)
             if index < served:
                 slot = by_page[index - answer.first]
-                moves.append(PageMove(keys[index], slot, page_blocks, first_block, index >= answer.host_end))
+                from_store = index >= answer.host_end
+                has_draft = not from_store or index < answer.whole_end
+                moves.append(PageMove(keys[index], slot, page_blocks, first_block, from_store, plain[index], has_draft))
             else:
                 unserved += page_blocks
         limit = self._config.time_limit_s
@@ -110,16 +119,20 @@ class Operations:
             self._metrics.count("misses", MissReason.NO_SLOT.value, answer.store_end - served)
         op = self._ledger.open(time.monotonic())
         tracked.load = op
-        self._loads.append(LoadOp(op, self._namespace, tracked.request_id, tuple(moves), limit, tuple(unserved)))
+        self._loads.append(LoadOp(op, self._spaces, tracked.request_id, tuple(moves), limit, tuple(unserved)))
         event_tokens = self._tokens_of(tracked, answer.host_end, answer.store_end)
-        self._open[op] = OpenLoad(tracked, keys, answer, tokens, slots, lease, self._epoch, event_tokens)
+        self._open[op] = OpenLoad(tracked, keys, plain, answer, tokens, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[answer.host_end : served])
+        self._bare.note(keys[max(answer.host_end, answer.whole_end) : served], is_bare=True)
         if self._config.write != WritePolicy.BACK:
             self._flush_on_hit(keys[: found.num_pages])
 
-    def prefetch(self, tracked: Tracked, start: int, stop: int) -> None:
-        """Bring pages [start, stop) of a request's chain from the store to host memory, for whoever comes next."""
-        keys = tracked.keys.keys[:stop]
+    def prefetch(self, tracked: Tracked, start: int, stop: int, whole_end: int) -> None:
+        """Bring pages [start, stop) of a request's chain from the store to host memory, for whoever comes next.
+
+        Those from `whole_end` on have no draft state.
+        """
+        keys, plain = tracked.keys.keys[:stop], tracked.keys.plain[:stop]
         if self._tier.match(keys[:start], touch=False).num_pages < start or keys[start] in self._moving:
             return
         lease = self._tier.lease(keys, start)
@@ -127,13 +140,17 @@ class Operations:
         if not slots:
             lease.release()
             return
-        moves = tuple(PageMove(key, slot, (), 0, True) for key, slot in zip(keys[start:], slots, strict=False))
+        moves = tuple(
+            PageMove(keys[page], slot, (), 0, True, plain[page], page < whole_end)
+            for page, slot in enumerate(slots, start)
+        )
         op = self._ledger.open(time.monotonic())
-        self._loads.append(LoadOp(op, self._namespace, None, moves))
-        answer = Answer(start * self._page, start, start, start + len(slots))
+        self._loads.append(LoadOp(op, self._spaces, None, moves))
+        answer = Answer(start * self._page, start, start, start + len(slots), whole_end)
         event_tokens = self._tokens_of(tracked, start, stop)
-        self._open[op] = OpenLoad(None, keys, answer, 0, slots, lease, self._epoch, event_tokens)
+        self._open[op] = OpenLoad(None, keys, plain, answer, 0, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[start : start + len(slots)])
+        self._bare.note(keys[max(start, whole_end) : start + len(slots)], is_bare=True)
 
     def save(self, tracked: Tracked, keys: Sequence[PageKey], blocks: Callable[[], Sequence[BlockId]]) -> bool:
         """Save those of a request's computed pages `keys` that are neither in host memory nor on their way.
@@ -166,8 +183,10 @@ class Operations:
         op = self._ledger.open(time.monotonic())
         self._saves.append(SaveOp(op, moves))
         tokens = self._tokens_of(tracked, start, stop)
-        self._open[op] = OpenSave(keys[:stop], start, slots, held, lease, self._epoch, tokens)
+        plain = tracked.keys.plain[:stop]
+        self._open[op] = OpenSave(keys[:stop], plain, start, slots, held, lease, self._epoch, tokens)
         self._moving.update(keys[start:stop])
+        self._bare.note(keys[start:stop], tracked.is_bare)
         return stop == len(keys)
 
     def flush(self, keys: Sequence[PageKey], positions: Sequence[int]) -> None:
@@ -184,10 +203,13 @@ class Operations:
             return
         lease = self._tier.lease(keys, wanted[-1] + 1)
         op = self._ledger.open(time.monotonic())
-        moves = tuple(PageMove(keys[index], found.slots[index], ()) for index in wanted)
-        self._flushes.append(FlushOp(op, self._namespace, moves))
+        moves = tuple(self._flushed(keys[index], found.slots[index]) for index in wanted)
+        self._flushes.append(FlushOp(op, self._spaces, moves))
         self._open[op] = OpenFlush(keys, wanted, lease, self._epoch)
         self._flushing.update(keys[index] for index in wanted)
+
+    def _flushed(self, key: PageKey, slot: Slot) -> PageMove:
+        return PageMove(key, slot, (), plain=self._plain.get(key), has_draft=key not in self._bare)
 
     def write_back(self) -> None:
         """Under write policy `back`: flush what is next in line for eviction, when free slots get few."""
@@ -291,6 +313,9 @@ class Operations:
     def _commit_load(self, record: OpenLoad, ack: Ack) -> None:
         answer = record.answer
         tracked = record.tracked
+        num_bare = answer.first + ack.pages_held - max(answer.host_end, answer.whole_end)
+        if num_bare > 0:
+            self._metrics.count("pages_without_draft", by=num_bare)
         self._attach_loaded(record, ack.pages_held)
         if record.epoch == self._epoch:
             self._moving.difference_update(record.keys[answer.host_end : answer.host_end + len(record.slots)])
@@ -340,6 +365,8 @@ class Operations:
         self._moving.difference_update(record.keys[first:stop])
         new = self._tier.attach(record.keys, first, slots, stored)
         for index in range(stop - new, stop):
+            if record.plain[index] != record.keys[index]:
+                self._plain[record.keys[index]] = record.plain[index]
             token = (index - first_event) * self._page
             page = tuple(record.event_tokens[token : token + self._page])
             self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
@@ -360,6 +387,7 @@ class Operations:
         if evicted:
             self._metrics.count("evicted_pages", Tier.HOST.value, len(evicted))
         for page in evicted:
+            self._plain.pop(page.key, None)
             self._events.removed(Tier.HOST, page.key)
 
     def _blocks_of(self, page: int, blocks: Sequence[BlockId], local: int) -> tuple[tuple[BlockId, ...], int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm_hicache.entries import Entry, Mark
-from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, RequestId, Slot
+from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, RequestId, Role, Slot
+from vllm_hicache.namespace import Spaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,13 @@ class PageMove:
 
     Attributes:
         key: the page.
+        plain: name of the target's bytes, where the page is known by the token that follows it as well.
         slot: its place in the host pool.
         blocks: device blocks in the page's order; fewer than a page's where the device holds its head
             already, none where only the host slot is to be filled.
         first_block: position within the page of `blocks[0]`.
         from_store: the slot must first be filled from the store.
+        has_draft: whether the page has draft state; where not, its part of a slot is cleared, and never stored.
     """
 
     key: PageKey
@@ -30,6 +33,12 @@ class PageMove:
     blocks: tuple[BlockId, ...]
     first_block: int = 0
     from_store: bool = False
+    plain: PageKey | None = None
+    has_draft: bool = True
+
+    def name(self, role: Role) -> PageKey:
+        """Under which a role's bytes of the page are stored: the target's know nothing of the token that follows."""
+        return self.plain if role is Role.TARGET and self.plain is not None else self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ class LoadOp:
     """Towards the device: fill slots from the store where asked, then copy to the blocks, in page order.
 
     Attributes:
-        namespace: 32-byte digest under which it reads the store.
+        spaces: under which it reads the store.
         request_id: whose blocks wait for it; `None` for a prefetch into host memory.
         time_limit_s: after this long, what has arrived counts and the rest is given up; `None` waits for
             every page or its failure.
@@ -45,7 +54,7 @@ class LoadOp:
     """
 
     op: OpId
-    namespace: bytes
+    spaces: Spaces
     request_id: RequestId | None
     pages: tuple[PageMove, ...]
     time_limit_s: float | None = None
@@ -65,10 +74,10 @@ class SaveOp:
 
 @dataclass(frozen=True, slots=True)
 class FlushOp:
-    """Host slots to the store, under the namespace (32-byte digest) of the pages. At least one page."""
+    """Host slots to the store, under the namespaces of the pages. At least one page."""
 
     op: OpId
-    namespace: bytes
+    spaces: Spaces
     pages: tuple[PageMove, ...]
 
     def __post_init__(self) -> None:

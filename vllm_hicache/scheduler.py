@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm_hicache.checker import Difference, DifferenceKind, RankChecker
 from vllm_hicache.config import Config, Consensus, PrefetchPolicy, WritePolicy
+from vllm_hicache.drafts import BarePages
 from vllm_hicache.entries import Entry, Mark
 from vllm_hicache.errors import RanksDisagree
 from vllm_hicache.events import PageEvents
@@ -24,7 +25,7 @@ from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
 from vllm_hicache.lookup import StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, PageKey, RequestId, Tier
-from vllm_hicache.namespace import Namespace
+from vllm_hicache.namespace import DraftSpace, Namespace, Spaces
 from vllm_hicache.operations import Operations
 from vllm_hicache.ownership import Ownership
 from vllm_hicache.plan import OpReport, Plan
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 0.0005
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 _RETRY_STEPS = 16
+_LEAST_BARE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class SchedulerHalf:
         lookups: `None` without an L3 store.
         record_events: whether page events are collected.
         ownership: how a group of ranks shares out its pages.
+        draft: what the engine's draft is, where its layers are part of every page.
     """
 
     def __init__(
@@ -72,9 +75,13 @@ class SchedulerHalf:
         lookups: StoreLookups | None = None,
         record_events: bool = False,
         ownership: Ownership = Ownership(),
+        draft: DraftSpace | None = None,
     ) -> None:
         self._config = config
         self._page = namespace.page_tokens
+        self._draft = draft
+        # A page whose last place depends on the token that follows is known, and saved, once that token is.
+        self._num_ahead = int(draft is not None and draft.looks_ahead)
         self._metrics = metrics
         self._open_store = open_store
         self._lookups = lookups
@@ -85,8 +92,10 @@ class SchedulerHalf:
         has_store = open_store is not None
         keep_unstored = has_store and config.write == WritePolicy.BACK
         self.tier = HostTier(num_slots, config.eviction, keep_unstored, ownership)
+        # What is bare lies in host memory or on the device, of which the engine's own pool says no size here.
+        self._bare = BarePages(max(_LEAST_BARE, 4 * num_slots))
         self._operations = Operations(
-            config, self.tier, self._page, block_tokens, ranks, holds, metrics, self.events, has_store
+            config, self.tier, self._page, block_tokens, ranks, holds, metrics, self.events, has_store, self._bare
         )
         self._tracked: dict[RequestId, Tracked] = {}
         self._prefetching: list[Tracked] = []
@@ -114,7 +123,7 @@ class SchedulerHalf:
     ) -> None:
         """Track a new request, and ask the store about it before the engine does."""
         root = chain_root(self._digest, salt, adapter)
-        tracked = Tracked(request_id, source, PageKeys(root, self._page, extras), self._epoch)
+        tracked = Tracked(request_id, source, PageKeys(root, self._page, extras, bool(self._num_ahead)), self._epoch)
         self._tracked[request_id] = tracked
         if self._store is None or source.num_tokens <= self._config.load_threshold:
             return
@@ -135,6 +144,7 @@ class SchedulerHalf:
         if tracked is None or tracked.load is not None:
             return Offer()
         tracked.answer = None
+        tracked.is_bare = False
         tracked.local = local_tokens
         keys = tracked.extend_keys()
         limit = len(keys) if tracked.banned_from is None else min(len(keys), tracked.banned_from)
@@ -152,7 +162,9 @@ class SchedulerHalf:
         tokens = min(store_end * self._page, tracked.source.num_tokens - 1) - local_tokens
         if tokens < max(1, self._config.load_threshold):
             return Offer()
-        tracked.answer = Answer(local_tokens, first, host_end, store_end)
+        lookup = tracked.lookup
+        whole_end = tracked.lookup_start + lookup.num_whole if lookup is not None else store_end
+        tracked.answer = Answer(local_tokens, first, host_end, store_end, whole_end)
         return Offer(tokens)
 
     def allocated(self, request_id: RequestId, blocks: Sequence[BlockId], tokens: int) -> None:
@@ -166,17 +178,27 @@ class SchedulerHalf:
             self.tier.match(tracked.keys.keys, touch=True)
         if tokens > 0 and tracked.answer is not None:
             self._operations.load(tracked, tracked.answer, blocks, tokens)
+        num_touched = -(-(tracked.local + tokens) // self._page)
+        tracked.is_bare = self._bare.any_of(tracked.keys.keys[:num_touched]) or tracked.is_bare
 
-    def scheduled(self, request_id: RequestId, computed_after: int, blocks: Callable[[], Sequence[BlockId]]) -> None:
+    def scheduled(
+        self,
+        request_id: RequestId,
+        computed_after: int,
+        blocks: Callable[[], Sequence[BlockId]],
+        is_drafted: bool = True,
+    ) -> None:
         """The engine computes this request up to `computed_after` tokens in the coming step: save new full pages.
 
-        Only tokens that are known count, so that positions a draft may still lose are never saved.
+        Only tokens that are known count, so that positions a draft may still lose are never saved. Where the step has
+        no draft pass (`is_drafted`) the draft misses what follows.
         """
         tracked = self._live(request_id)
         if tracked is None:
             return
+        tracked.is_bare = tracked.is_bare or not is_drafted
         # Draft positions and placeholders of asynchronous scheduling lie beyond the known tokens.
-        ready = min(computed_after, tracked.source.num_tokens) // self._page
+        ready = min(computed_after, tracked.source.num_tokens - self._num_ahead) // self._page
         if ready > tracked.saved and self._step >= tracked.retry_step:
             keys = tracked.extend_keys()[:ready]
             if not self._operations.save(tracked, keys, blocks):
@@ -260,8 +282,9 @@ class SchedulerHalf:
     def _enter(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._digest = namespace.digest()
-        self._store = self._open_store(self._digest) if self._open_store is not None else None
-        self._operations.enter(self._epoch, self._digest)
+        spaces = Spaces(self._digest, self._draft.digest_for(self._digest) if self._draft is not None else None)
+        self._store = self._open_store(spaces) if self._open_store is not None else None
+        self._operations.enter(self._epoch, spaces)
 
     def _live(self, request_id: RequestId) -> Tracked | None:
         tracked = self._tracked.get(request_id)
@@ -269,7 +292,8 @@ class SchedulerHalf:
 
     def _ask_store(self, tracked: Tracked, keys: Sequence[PageKey], start: int) -> None:
         if self._lookups is not None and self._store is not None:
-            tracked.lookup = self._lookups.begin(keys[start:], self._store)
+            plain = tracked.keys.plain[start : len(keys)]
+            tracked.lookup = self._lookups.begin(keys[start:], self._store, plain)
             tracked.lookup_start = start
             tracked.lookup_began_s = time.monotonic()
 
@@ -308,7 +332,8 @@ class SchedulerHalf:
         if lookup.num_pages is None:
             return True
         if lookup.num_pages:
-            self._operations.prefetch(tracked, tracked.lookup_start, tracked.lookup_start + lookup.num_pages)
+            start = tracked.lookup_start
+            self._operations.prefetch(tracked, start, start + lookup.num_pages, start + lookup.num_whole)
         return False
 
     def _set_gauges(self) -> None:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from vllm_hicache.config import Config
 from vllm_hicache.errors import StoreError
-from vllm_hicache.grid import Grid
+from vllm_hicache.geometry import PageLayout
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.namespace import Namespace
+from vllm_hicache.names import Role
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.secrets import Secrets
 from vllm_hicache.storage.base import StoreOptions
 from vllm_hicache.storage.breaker import CircuitState
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import ChunkStore, RoleChunks
 from vllm_hicache.storage.envelope import Sealer, sealer_for
 from vllm_hicache.storage.manifest import write_manifest
 from vllm_hicache.storage.stack import StoreStack, open_stack
@@ -25,8 +26,8 @@ from vllm_hicache.storage.wrappers import StoreCall
 
 logger = logging.getLogger(__name__)
 
-StoreFactory = Callable[[bytes], ChunkStore]
-"""Opens the store under a namespace digest (32 bytes)."""
+StoreFactory = Callable[[Spaces], RoleChunks]
+"""Opens the store under an engine's namespaces."""
 
 _STATE_CODES = {CircuitState.CLOSED: 0, CircuitState.HALF_OPEN: 1, CircuitState.OPEN: 2}
 
@@ -42,7 +43,7 @@ class StoreOpener:
     def __init__(self, stack: StoreStack, sealer: Sealer) -> None:
         self._stack = stack
         self._sealer = sealer
-        self._announced: dict[bytes, Namespace] = {}
+        self._announced: dict[bytes, Mapping[str, str | int]] = {}
         # A store that comes late, or returns empty, has no record of what its pages are.
         stack.on_recovery = self._announce_all
 
@@ -71,14 +72,26 @@ class StoreOpener:
                 logger.warning("The store %s is read-only for this engine: hits work, nothing is saved", name)
         return cls(stack, sealer_for(secrets.seal_key))
 
-    def on(self, grid: Grid) -> StoreFactory:
-        """What opens the chunks of a namespace, of pages that are cut by `grid`."""
-        return lambda namespace: ChunkStore(self._stack.store, namespace, grid, self._sealer)
+    def on(self, layout: PageLayout) -> StoreFactory:
+        """What opens the chunks of namespaces, of pages that are cut so."""
+        grids = {shape.role: layout.grid_of(shape) for shape in layout.roles}
 
-    def announce(self, namespace: Namespace) -> None:
-        """Leave a readable record of the namespace's fields in the store, for `store ls` and `doctor`."""
-        self._announced[namespace.digest()] = namespace
-        self._write(namespace)
+        def opened(spaces: Spaces) -> RoleChunks:
+            digests = {Role.TARGET: spaces.target, Role.DRAFT: spaces.draft}
+            return RoleChunks(
+                {
+                    role: ChunkStore(self._stack.store, digest, grids[role], self._sealer)
+                    for role, digest in digests.items()
+                    if digest is not None and role in grids
+                }
+            )
+
+        return opened
+
+    def announce(self, namespace: bytes, made_of: Mapping[str, str | int]) -> None:
+        """Leave a readable record of a namespace's fields in the store, for `store ls` and `doctor`."""
+        self._announced[namespace] = made_of
+        self._write(namespace, made_of)
 
     def describe(self) -> str:
         """The store's URL without secrets."""
@@ -89,12 +102,12 @@ class StoreOpener:
         self._stack.store.close()
 
     def _announce_all(self) -> None:
-        for namespace in list(self._announced.values()):
-            self._write(namespace)
+        for namespace, made_of in list(self._announced.items()):
+            self._write(namespace, made_of)
 
-    def _write(self, namespace: Namespace) -> None:
+    def _write(self, namespace: bytes, made_of: Mapping[str, str | int]) -> None:
         try:
-            write_manifest(self._stack.store, namespace.digest(), namespace.fields())
+            write_manifest(self._stack.store, namespace, made_of)
         except StoreError as error:  # a miss: only listings suffer
             logger.warning("The namespace's manifest was not written to %s: %s", self.describe(), error)
 

@@ -43,13 +43,15 @@ class BlockHolds(Protocol):
 class Answer:
     """What was promised to the engine: pages [first, host_end) from host memory, [host_end, store_end) from the store.
 
-    `local` tokens were on the device already; they may end inside page `first`.
+    `local` tokens were on the device already; they may end inside page `first`. From page `whole_end` on the store's
+    pages have no draft state.
     """
 
     local: int
     first: int
     host_end: int
     store_end: int
+    whole_end: int
 
     def by_tier(self, tokens: int, end_page: int, page_tokens: int) -> dict[Tier, int]:
         """Split the first `tokens` tokens after `local` by tier, as far as pages before `end_page` go."""
@@ -71,6 +73,7 @@ class Tracked:
         lookup: the question put to the store, about pages from `lookup_start` on.
         waiting_since_s: when it began to wait for pages that another operation moves.
         load: the open load operation. It outlives the load itself while a store call has not come back.
+        is_bare: whether draft state of its prefix is missing, so that its pages have none.
     """
 
     request_id: RequestId
@@ -87,11 +90,12 @@ class Tracked:
     answer: Answer | None = None
     load: OpId | None = None
     touched: bool = False
+    is_bare: bool = False
     retry_step: int = 0
 
     def extend_keys(self) -> list[PageKey]:
         """Keys of all full pages of the tokens known now."""
-        if self.source.num_tokens - len(self.keys.keys) * self.keys.page_tokens >= self.keys.page_tokens:
+        if self.source.num_tokens > self.keys.num_tokens and self.source.num_tokens >= self.keys.next_at:
             self.keys.extend(self.source.all_token_ids[self.keys.num_tokens :])
         return self.keys.keys
 
@@ -106,6 +110,7 @@ class OpenLoad:
 
     tracked: Tracked | None
     keys: Sequence[PageKey]
+    plain: Sequence[PageKey]
     answer: Answer
     tokens: int
     slots: Sequence[Slot]
@@ -123,6 +128,7 @@ class OpenSave:
     """
 
     keys: Sequence[PageKey]
+    plain: Sequence[PageKey]
     start: int
     slots: Sequence[Slot]
     blocks: Sequence[BlockId]

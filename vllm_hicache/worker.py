@@ -13,20 +13,20 @@ from pathlib import Path
 
 import torch
 
-from vllm_hicache.config import Config, Consensus, HostTier
+from vllm_hicache.config import Config, Consensus, DraftTier, HostTier
 from vllm_hicache.consensus import Consumption
 from vllm_hicache.drills import Drill
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, RoleShape, held_heads
-from vllm_hicache.grid import Grid
 from vllm_hicache.inventory import Inventory
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import OpId, Phase
+from vllm_hicache.names import OpId, Phase, Role
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.ownership import Ownership, Shard
 from vllm_hicache.place import Place
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
 from vllm_hicache.ranklog import RankLog
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import RoleChunks
 from vllm_hicache.stores import StoreFactory
 from vllm_hicache.transfer.collective import Collective
 from vllm_hicache.transfer.copier import Copier, make_copier
@@ -51,9 +51,9 @@ class WorkerHalf:
         place: which of the engine's ranks this is.
         caches: the engine's device tensors by layer name, [blocks, kv heads, tokens, content] each.
         block_tokens: tokens of a device block.
-        encoding: how a slab's interior is laid out.
+        encodings: how a slab's interior is laid out, by role.
         available_bytes: host memory the machine has to spare; `None` where it does not say.
-        open_store: opens the store for pages of a grid; `None` without an L3 store.
+        open_store: opens the store for pages of a layout; `None` without an L3 store.
         open_collective: connects ranks of a stage; `None` where they cannot be, so that each keeps all of its pages.
 
     Raises:
@@ -66,27 +66,30 @@ class WorkerHalf:
         place: Place,
         caches: Mapping[str, torch.Tensor],
         block_tokens: int,
-        encoding: str,
+        encodings: Mapping[Role, str],
         metrics: Metrics,
         available_bytes: int | None,
-        open_store: Callable[[Grid], StoreFactory] | None = None,
+        open_store: Callable[[PageLayout], StoreFactory] | None = None,
         open_collective: OpenCollective | None = None,
     ) -> None:
         self._config = config
         self._place = place
-        self._stores: dict[bytes, ChunkStore] = {}
-        cache = DeviceCache.from_tensors(caches, block_tokens)
+        self._stores: dict[Spaces, RoleChunks] = {}
+        cache = DeviceCache.from_tensors(caches, block_tokens, place.num_layers if place.draft_heads else None)
         holdings = _holdings(place, cache)
-        shard = _shard(place, holdings, config.host_tier == HostTier.SHARDED and open_collective is not None)
-        geometry = RankGeometry(_layout(config, place, cache), holdings, shard)
-        self._open_store = open_store(geometry.layout.grid) if open_store is not None else None
+        shard = _shard(place, config.host_tier == HostTier.SHARDED and open_collective is not None)
+        geometry = RankGeometry(
+            _layout(config, place, cache), holdings, shard, has_sidecar=config.draft == DraftTier.SIDECAR
+        )
+        self._open_store = open_store(geometry.layout) if open_store is not None else None
         wanted = config.host_memory.resolve(cache.num_bytes)
         _check_memory(wanted, place, available_bytes)
         num_rows = wanted // geometry.slot_bytes
         device = cache.runs[0].view.device
-        self._pool = HostPool(num_rows, geometry.slot_bytes, device.type == "cuda", shard)
+        main_bytes, *sidecar = geometry.region_bytes
+        self._pool = HostPool(num_rows, main_bytes, device.type == "cuda", shard, sum(sidecar))
         self._inventory = Inventory(
-            place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_rows, encoding, shard
+            place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_rows, encodings, shard
         )
         self._consumption = Consumption()
         self._drill = (
@@ -129,9 +132,9 @@ class WorkerHalf:
         self._reports += repeated
         fence = self._engine.fence() if plan.loads else None
         for load in plan.loads:
-            self._engine.load(load, self._store(load.namespace), fence, self._begin(load))
+            self._engine.load(load, self._store(load.spaces), fence, self._begin(load))
         for flush in plan.flushes:
-            self._engine.flush(flush, self._store(flush.namespace), self._begin(flush))
+            self._engine.flush(flush, self._store(flush.spaces), self._begin(flush))
 
     def commit_saves(self, plan: Plan) -> None:
         """Start the plan's saves: forward and draft passes of the step have been submitted."""
@@ -201,22 +204,24 @@ class WorkerHalf:
         self._asked.difference_update(report.op for report in reports)
         return reports
 
-    def _store(self, namespace: bytes) -> ChunkStore | None:
+    def _store(self, spaces: Spaces) -> RoleChunks | None:
         if self._open_store is None:
             return None
-        if namespace not in self._stores:
-            self._stores[namespace] = self._open_store(namespace)
-        return self._stores[namespace]
+        if spaces not in self._stores:
+            self._stores[spaces] = self._open_store(spaces)
+        return self._stores[spaces]
 
 
-def _shard(place: Place, holdings: Sequence[Holding], can_exchange: bool) -> Shard:
+def _shard(place: Place, can_exchange: bool) -> Shard:
     """Which pages this rank keeps among those that hold the same heads: its own on the device, or else in host memory.
 
-    vLLM numbers such ranks one after the other, so that the tensor rank says which owner this is.
+    vLLM numbers such ranks one after the other, so that the tensor rank says which owner this is. Every stage shares
+    out pages in the same way, so that the draft's heads count on stages without draft layers too.
     """
     if place.dcp_size > 1:
         return Shard(Ownership(place.dcp_size, on_device=True), place.tp_rank % place.dcp_size)
-    num_owners = gcd(*(each.num_replicas for each in holdings)) if can_exchange else 1
+    roles = [Role.TARGET, Role.DRAFT] if place.draft_heads else [Role.TARGET]
+    num_owners = gcd(*(_held(place, role)[2] for role in roles)) if can_exchange and place.tp_size > 1 else 1
     return Shard(Ownership(num_owners), place.tp_rank % num_owners)
 
 
@@ -247,7 +252,12 @@ def _check_memory(wanted: int, place: Place, available_bytes: int | None) -> Non
 def _layout(config: Config, place: Place, cache: DeviceCache) -> PageLayout:
     """The whole model's page, from what this rank holds and how the engine is cut."""
     shapes = tuple(
-        RoleShape(each.role, place.layers_of(len(each.numbers)), place.heads_of(each.num_heads), each.slab_bytes)
+        RoleShape(
+            each.role,
+            place.layers_of(each.role, len(each.numbers)),
+            place.heads_of(each.role, each.num_heads),
+            each.slab_bytes,
+        )
         for each in cache.roles
     )
     page_tokens = config.page_tokens_for(cache.block_tokens, place.dcp_size > 1)
@@ -258,16 +268,25 @@ def _holdings(place: Place, cache: DeviceCache) -> tuple[Holding, ...]:
     return tuple(_holding(place, each) for each in cache.roles)
 
 
+def _held(place: Place, role: Role, num_held: int = 0) -> tuple[tuple[int, int], int, int]:
+    """KV heads of a role on this rank, its replica and the number of replicas; a lone rank holds `num_held`."""
+    num_heads = place.heads_of(role, num_held)
+    if role is Role.DRAFT and place.draft_tp_size == 1:
+        return (0, num_heads), place.tp_rank, place.tp_size
+    return held_heads(num_heads, place.tp_size, place.tp_rank)
+
+
 def _holding(place: Place, layers: RoleLayers) -> Holding:
-    heads, replica, num_replicas = held_heads(place.heads_of(layers.num_heads), place.tp_size, place.tp_rank)
+    num_heads = place.heads_of(layers.role, layers.num_heads)
+    heads, replica, num_replicas = _held(place, layers.role, layers.num_heads)
     if heads[1] - heads[0] != layers.num_heads:
         raise ConfigError(
             f"rank {place.rank} registered {layers.num_heads} KV heads of {layers.role} layers, but its share of "
-            f"{place.num_heads} is {heads[1] - heads[0]}: this model is not supported, run without the connector"
+            f"{num_heads} is {heads[1] - heads[0]}: this model is not supported, run without the connector"
         )
-    first = layers.numbers[0] if place.pp_size > 1 else 0
+    first = layers.numbers[0] if place.pp_size > 1 and layers.role is Role.TARGET else 0
     numbers = tuple(range(first, first + len(layers.numbers)))
-    if place.pp_size > 1 and layers.numbers != numbers:
+    if place.pp_size > 1 and layers.role is Role.TARGET and layers.numbers != numbers:
         raise ConfigError(
             f"rank {place.rank} registered {layers.role} layers {list(layers.numbers)}, which are not consecutive: "
             "this model is supported with pipeline_parallel_size=1 only"

@@ -23,20 +23,23 @@ from vllm_hicache.fingerprint import model_identity as fingerprint_identity
 from vllm_hicache.fingerprint import weights_fingerprint
 from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey
-from vllm_hicache.names import BlockId
-from vllm_hicache.namespace import Namespace
+from vllm_hicache.names import BlockId, Role
+from vllm_hicache.namespace import DraftSpace, Namespace
 from vllm_hicache.ownership import check_interleave
 from vllm_hicache.place import Place
 from vllm_hicache.secrets import Secrets
+from vllm_hicache.transfer.device import role_of_layer
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
     from vllm.v1.request import Request
 
 _KINDS = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+_DRAFT_METHODS = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
+_STATELESS_METHODS = frozenset({"ngram", "ngram_gpu", "suffix"})
 _PLAIN_DTYPES = frozenset({"auto", "bfloat16", "float16", "half", "float", "float32"})
 
 
@@ -76,16 +79,29 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
             f"prefill_context_parallel_size={parallel.prefill_context_parallel_size} is not supported, because the "
             "runner that this package is tested on has none: set it to 1, and shard KV by decode_context_parallel_size"
         )
-    if vllm_config.speculative_config is not None:
-        raise UnsupportedEngineError(
-            "speculative decoding is not supported yet, because a restored target without its draft state would be "
-            "slow: remove speculative_config or run without the connector"
-        )
+    _check_speculation(vllm_config)
     _check_groups(kv_cache_config)
     if parallel.decode_context_parallel_size != 1:
         # vLLM takes the older name too, but applies it in workers only.
         older, newer = parallel.dcp_kv_cache_interleave_size, parallel.cp_kv_cache_interleave_size
         check_interleave(older if older > 1 else newer, block_tokens(kv_cache_config))
+
+
+def _check_speculation(vllm_config: VllmConfig) -> None:
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _STATELESS_METHODS:
+        return
+    if speculative.method not in _DRAFT_METHODS:
+        raise UnsupportedEngineError(
+            f"speculative method {speculative.method!r} is not supported: its state would not be restored, use one of "
+            f"{', '.join(sorted(_DRAFT_METHODS | _STATELESS_METHODS))} or run without the connector"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and vllm_config.device_config.device_type == "cpu":
+        raise UnsupportedEngineError(
+            f"pipeline_parallel_size={stages} with speculative decoding crashes in vLLM on the CPU: set it to 1, or "
+            "remove speculative_config"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -99,26 +115,49 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
             f"this model has {len(groups)} KV cache groups: {kinds or 'none'}; models with one group are supported "
             "so far, run this one without the connector"
         )
-    kind = type(groups[0].kv_cache_spec).__name__
-    if kind not in _KINDS:
+    specs = _layer_specs(groups[0]).values()
+    kind = next((kind for kind in (type(spec).__name__ for spec in specs) if kind not in _KINDS), None)
+    if kind is not None:
         raise UnsupportedEngineError(
             f"this model's KV cache is of kind {kind}; full attention and MLA are supported so far, run without the "
             "connector"
         )
 
 
+def _layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
+    """The KV of every layer of a group: a draft's may have another shape than the target's."""
+    own = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    return {name: own.get(name, group.kv_cache_spec) for name in group.layer_names}
+
+
 def place(vllm_config: VllmConfig, rank: int | None = None) -> Place:
     """This process's rank, or the given one, and how the engine cuts its model."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    draft = _draft_model(vllm_config)
     return Place(
         rank=parallel.rank if rank is None else rank,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        num_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        num_heads=_num_heads(model),
         num_layers=model.get_total_num_hidden_layers(),
         num_neighbours=parallel.local_world_size,
         dcp_size=parallel.decode_context_parallel_size,
+        draft_heads=_num_heads(draft) if draft is not None else 0,
+        draft_tp_size=(
+            vllm_config.speculative_config.draft_parallel_config.tensor_parallel_size if draft is not None else 1
+        ),
     )
+
+
+def _num_heads(model: ModelConfig) -> int:
+    """KV heads of a whole model."""
+    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+def _draft_model(vllm_config: VllmConfig) -> ModelConfig | None:
+    """The draft that keeps KV of its own, where there is one."""
+    speculative = vllm_config.speculative_config
+    return speculative.draft_model_config if speculative and speculative.method in _DRAFT_METHODS else None
 
 
 def block_tokens(kv_cache_config: KVCacheConfig) -> int:
@@ -126,15 +165,31 @@ def block_tokens(kv_cache_config: KVCacheConfig) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def slab_encoding(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """How a slab's interior is laid out, as a text that differs wherever bytes would.
+def slab_encodings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[Role, str]:
+    """How a slab's interior is laid out by role, as texts that differ wherever bytes would.
 
     On the CPU the kernel packs keys by instruction set and block; elsewhere the attention backend's name decides.
+    Workers alone know.
     """
-    group = kv_cache_config.kv_cache_groups[0]
-    layer = vllm_config.compilation_config.static_forward_context[group.layer_names[0]]
+    first = _first_layers(vllm_config, kv_cache_config)
+    return {role: _slab_encoding(vllm_config, name, spec) for role, (name, spec) in first.items()}
+
+
+def _first_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[Role, tuple[str, KVCacheSpec]]:
+    """Name and KV of one layer of each role that this process knows of."""
+    num_target_layers = _num_target_layers(vllm_config)
+    specs = _layer_specs(kv_cache_config.kv_cache_groups[0])
+    return {role_of_layer(name, num_target_layers): (name, spec) for name, spec in reversed(specs.items())}
+
+
+def _num_target_layers(vllm_config: VllmConfig) -> int | None:
+    """Where numbers of draft layers begin that have no name of their own; `None` without a draft."""
+    return vllm_config.model_config.get_total_num_hidden_layers() if _draft_model(vllm_config) is not None else None
+
+
+def _slab_encoding(vllm_config: VllmConfig, name: str, spec: KVCacheSpec) -> str:
+    layer = vllm_config.compilation_config.static_forward_context[name]
     backend = layer.get_attn_backend().get_name().lower()
-    spec = group.kv_cache_spec
     if backend.startswith("cpu"):
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -145,7 +200,7 @@ def slab_encoding(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> st
 
 def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config, agreed: Agreed) -> Namespace:
     """The namespace of this engine, from its configuration and what all ranks have in common."""
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    _, spec = _first_layers(vllm_config, kv_cache_config)[Role.TARGET]
     model = vllm_config.model_config
     cache_dtype = vllm_config.cache_config.cache_dtype
     layout = agreed.layout
@@ -155,7 +210,7 @@ def namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: C
         generation=config.generation,
         kv_dtype=str(spec.dtype) if cache_dtype in _PLAIN_DTYPES else cache_dtype,
         quantization=str(model.quantization or "none"),
-        encoding=agreed.encoding,
+        encoding=agreed.encodings[Role.TARGET],
         layers=target.num_layers,
         kv_heads=target.num_heads,
         slab_bytes=target.slab_bytes,
@@ -172,14 +227,49 @@ def model_identity(vllm_config: VllmConfig, config: Config) -> str:
     The operator's `model_id` where given; else a fingerprint of config and weight files together with what
     overrides them. Random (`dummy`) weights get a nonce: no two engines share them.
     """
-    model = vllm_config.model_config
     if config.model_id is not None:
         return f"id:{config.model_id}"
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy:{secrets.token_hex(16)}"
+    model = vllm_config.model_config
     overrides = json.dumps(model.hf_overrides, sort_keys=True, default=str) if model.hf_overrides else ""
+    return _weights_identity(model, vllm_config.load_config, overrides)
+
+
+def _weights_identity(model: ModelConfig, load: LoadConfig, overrides: str = "") -> str:
+    if load.load_format == "dummy":
+        return f"dummy:{secrets.token_hex(16)}"
     fingerprint = weights_fingerprint(_local_files(model.model, model.revision))
     return fingerprint_identity(fingerprint, str(model.dtype), overrides)
+
+
+def draft_space(vllm_config: VllmConfig, agreed: Agreed) -> DraftSpace | None:
+    """What the draft's part of a page is; `None` where pages have none."""
+    model, layout = _draft_model(vllm_config), agreed.layout
+    shape = next((shape for shape in layout.roles if shape.role is Role.DRAFT), None)
+    if model is None or shape is None:
+        return None
+    speculative = vllm_config.speculative_config
+    return DraftSpace(
+        method=speculative.method,
+        # What overrides a draft's config vLLM derives from the target's overrides, which the target's namespace has.
+        model=_weights_identity(model, speculative.draft_load_config or vllm_config.load_config),
+        kv_dtype=str(speculative.kv_cache_dtype or vllm_config.cache_config.cache_dtype),
+        quantization=str(model.quantization or "none"),
+        encoding=agreed.encodings[Role.DRAFT],
+        layers=shape.num_layers,
+        kv_heads=shape.num_heads,
+        slab_bytes=shape.slab_bytes,
+        grid=str(layout.grid_of(shape)),
+        looks_ahead=speculative.use_eagle(),
+    )
+
+
+def draft_limit(vllm_config: VllmConfig) -> int | None:
+    """Tokens of a step's longest request up to which vLLM runs the draft pass of that step; `None` without a draft."""
+    model = _draft_model(vllm_config)
+    if model is None:
+        return None
+    longest: int = model.max_model_len or vllm_config.model_config.max_model_len
+    return longest - int(vllm_config.speculative_config.num_speculative_tokens)
 
 
 def _local_files(name: str, revision: str | None) -> Path:

@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_hicache.config import Config, WritePolicy
+from vllm_hicache.config import Config, DraftMiss, WritePolicy
 from vllm_hicache.connectors import adapt
 from vllm_hicache.errors import HiCacheError, InvariantError
 from vllm_hicache.events import PageStored
+from vllm_hicache.geometry import PageLayout
 from vllm_hicache.inventory import Inventory, agree, check_writers
 from vllm_hicache.lookup import StoreLookups
 from vllm_hicache.metrics import Metrics
@@ -82,6 +83,7 @@ class SchedulerSide:
         self._config: Config = adapt.parse_config(vllm_config)
         adapt.check_engine(vllm_config, kv_cache_config)
         self.metrics = Metrics()
+        self._draft_limit = adapt.draft_limit(vllm_config)
         self._stores = StoreOpener.for_config(self._config, self.metrics)
         self._adapters = adapt.AdapterVersions()
         self._requests: dict[str, Request] = {}
@@ -122,6 +124,7 @@ class SchedulerSide:
         if self._stores and self._config.write != WritePolicy.NEVER:
             check_writers(ranks, layout)
         namespace = adapt.namespace(self._vllm_config, self._kv_cache_config, self._config, agreed)
+        draft = adapt.draft_space(self._vllm_config, agreed)
         self._half = SchedulerHalf(
             self._config,
             namespace,
@@ -130,14 +133,29 @@ class SchedulerSide:
             [rank.rank for rank in ranks],
             self._holds,
             self.metrics,
-            self._stores.on(layout.grid) if self._stores else None,
-            StoreLookups(layout.cells, self.metrics) if self._stores else None,
+            self._stores.on(layout) if self._stores else None,
+            self._lookups(layout) if self._stores else None,
             self._record_events,
             agreed.ownership,
+            draft,
         )
         if self._stores:
-            self._stores.announce(namespace)
+            digest = namespace.digest()
+            self._stores.announce(digest, namespace.fields())
+            if draft is not None:
+                self._stores.announce(draft.digest_for(digest), draft.fields_for(digest))
         self._say_hello(ranks)
+        if draft is not None:
+            logger.info(
+                "The state of the draft (%s, %d layers) is kept with its pages (draft=%s, draft_miss=%s)",
+                draft.method,
+                draft.layers,
+                self._config.draft,
+                self._config.draft_miss,
+            )
+
+    def _lookups(self, layout: PageLayout) -> StoreLookups:
+        return StoreLookups(layout.cells, self.metrics, self._config.draft_miss == DraftMiss.RECOMPUTE)
 
     def new_request(self, request: Request) -> None:
         """Track a request. One whose tokens may change afterwards (a resumable session) is left alone."""
@@ -166,11 +184,14 @@ class SchedulerSide:
 
     def plan(self, output: SchedulerOutput) -> HiCacheMetadata:
         """The step's plan; saves cover what the step computes."""
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is not None:
-                after = request.num_computed_tokens + num_tokens
-                self.half.scheduled(RequestId(request_id), after, partial(self._blocks, request_id))
+        after = {
+            request_id: self._requests[request_id].num_computed_tokens + num_tokens
+            for request_id, num_tokens in output.num_scheduled_tokens.items()
+            if request_id in self._requests
+        }
+        is_drafted = self._draft_limit is None or max(after.values(), default=0) <= self._draft_limit
+        for request_id, computed in after.items():
+            self.half.scheduled(RequestId(request_id), computed, partial(self._blocks, request_id), is_drafted)
         return HiCacheMetadata(self.half.plan(idle=output.total_num_scheduled_tokens == 0))
 
     def output(self, output: KVConnectorOutput) -> None:

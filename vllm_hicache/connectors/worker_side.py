@@ -59,7 +59,7 @@ class WorkerSide:
             self._place,
             caches,
             adapt.block_tokens(self._kv_cache_config),
-            adapt.slab_encoding(self._vllm_config, self._kv_cache_config),
+            adapt.slab_encodings(self._vllm_config, self._kv_cache_config),
             self.metrics,
             look_at_host().spare_bytes,
             self._stores.on if self._stores else None,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_hicache.errors import StoreError
 from vllm_hicache.geometry import UnitRun
 from vllm_hicache.grid import Grid
-from vllm_hicache.names import MissReason, ObjectName
+from vllm_hicache.names import MissReason, ObjectName, Role
 from vllm_hicache.storage.base import Store, WatchedParts
 from vllm_hicache.storage.envelope import (
     XXH3,
@@ -37,6 +37,36 @@ MOST_GAP_BYTES = 256 << 10
 
 Measured on local stores, a call is worth 200 KiB on shared memory, 400 KiB on files and Redis, 2 MiB on S3.
 """
+
+
+class RoleChunks:
+    """The chunks of an engine's namespaces, one for each role; else as `ChunkStore`."""
+
+    def __init__(self, by_role: Mapping[Role, ChunkStore]) -> None:
+        self._by_role = dict(by_role)
+
+    def load(self, chunk: ChunkId, payload: memoryview, unit_bytes: int) -> MissReason | None:
+        """See `ChunkStore.load`."""
+        return self._by_role[chunk.role].load(chunk, payload, unit_bytes)
+
+    def load_part(
+        self, chunk: ChunkId, runs: Sequence[UnitRun], payload: memoryview, unit_bytes: int, num_units: int
+    ) -> MissReason | None:
+        """See `ChunkStore.load_part`."""
+        return self._by_role[chunk.role].load_part(chunk, runs, payload, unit_bytes, num_units)
+
+    def save(self, chunk: ChunkId, payload: memoryview, unit_bytes: int) -> bool:
+        """See `ChunkStore.save`."""
+        return self._by_role[chunk.role].save(chunk, payload, unit_bytes)
+
+    def present(self, chunks: Sequence[ChunkId]) -> list[bool]:
+        """See `ChunkStore.present`; one call for each role that is asked about."""
+        found = [False] * len(chunks)
+        for role, store in self._by_role.items():
+            places = [place for place, chunk in enumerate(chunks) if chunk.role is role]
+            for place, is_there in zip(places, store.present([chunks[place] for place in places]), strict=True):
+                found[place] = is_there
+        return found
 
 
 class ChunkStore:

@@ -104,7 +104,7 @@ class CpuCopier(Copier):
         self._pool = pool
         self._blocks_per_page = geometry.blocks_per_page
         self._pieces = _pieces(cache, geometry)
-        self._views = self._views_of(pool.tensor)
+        self._views = self._views_of(pool.regions)
 
     def fence(self) -> Fence:
         """Nothing to wait for: the forward pass has returned when the engine's thread comes here."""
@@ -124,10 +124,10 @@ class CpuCopier(Copier):
 
     def make_staging(self, rows: torch.Tensor) -> Staging:
         """Room for pages that ranks give each other."""
-        return _CpuStaging(self._pool, rows, self._views_of(rows))
+        return _CpuStaging(self._pool, rows, self._views_of(self._pool.by_region(rows)))
 
-    def _views_of(self, rows: torch.Tensor) -> _Views:
-        return [_views(piece, rows, self._blocks_per_page) for piece in self._pieces]
+    def _views_of(self, regions: Sequence[torch.Tensor]) -> _Views:
+        return [_views(piece, regions[piece.part.region], self._blocks_per_page) for piece in self._pieces]
 
 
 _Views = list[tuple[Bytes, Bytes]]
@@ -140,7 +140,8 @@ class _CpuStaging(Staging):
         self._views = views
 
     def fill(self, row: torch.Tensor, slot: Slot) -> None:
-        row.copy_(self._pool.tensor[self._pool.row(slot)])
+        for target, source in zip(self._pool.by_region(row), self._pool.content(slot), strict=True):
+            target.copy_(source)
 
     def place(self, pending: Pending, moves: Sequence[PageMove | None], fence: Fence) -> None:
         pending.wait()
@@ -197,7 +198,7 @@ class CudaCopier(Copier):
         """Host slots to device blocks."""
         with self._on_stream(fence):
             for move in moves:
-                self._staging.copy_(self._pool.tensor[self._pool.row(move.slot)], non_blocking=True)
+                self.bring(self._staging, move.slot)
                 for staged, device in self._pairs(self._staging, move):
                     device.copy_(staged)
 
@@ -207,7 +208,8 @@ class CudaCopier(Copier):
             for move in moves:
                 for staged, device in self._pairs(self._staging, move):
                     staged.copy_(device)
-                self._pool.tensor[self._pool.row(move.slot)].copy_(self._staging, non_blocking=True)
+                for target, source in self._regions(self._staging, move.slot):
+                    target.copy_(source, non_blocking=True)
 
     def make_staging(self, rows: torch.Tensor) -> Staging:
         """Room for pages that ranks give each other."""
@@ -215,7 +217,12 @@ class CudaCopier(Copier):
 
     def bring(self, row: torch.Tensor, slot: Slot) -> None:
         """Host slot to a row on the device, in the order of the current stream."""
-        row.copy_(self._pool.tensor[self._pool.row(slot)], non_blocking=True)
+        for source, target in self._regions(row, slot):
+            target.copy_(source, non_blocking=True)
+
+    def _regions(self, row: torch.Tensor, slot: Slot) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A slot and a row on the device, region for region."""
+        return zip(self._pool.content(slot), self._pool.by_region(row), strict=True)
 
     def scatter(self, pending: Pending, rows: torch.Tensor, moves: Sequence[PageMove | None], fence: Fence) -> None:
         """Gathered rows to device blocks."""
@@ -256,7 +263,7 @@ class CudaCopier(Copier):
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in self._pieces:
             part = piece.part
-            flat = row[part.offset : part.offset + part.num_bytes]
+            flat = self._pool.by_region(row)[part.region][part.offset : part.offset + part.num_bytes]
             units = flat.view(part.num_heads, part.num_layers, self._blocks_per_page, -1)
             heads = slice(part.first_head, part.first_head + part.num_heads)
             low = piece.low - piece.run.first_layer

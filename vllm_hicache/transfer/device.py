@@ -71,8 +71,13 @@ class DeviceCache:
     block_tokens: int
 
     @classmethod
-    def from_tensors(cls, caches: Mapping[str, torch.Tensor], block_tokens: int) -> DeviceCache:
+    def from_tensors(
+        cls, caches: Mapping[str, torch.Tensor], block_tokens: int, num_target_layers: int | None = None
+    ) -> DeviceCache:
         """Build views over registered tensors of shape [blocks, kv heads, tokens, content].
+
+        Args:
+            num_target_layers: layers with this number and above are the draft's, as those named so.
 
         Raises:
             ConfigError: a layer whose slabs are not contiguous, or layers of different shapes.
@@ -81,7 +86,7 @@ class DeviceCache:
         roles: list[RoleLayers] = []
         runs: list[LayerRun] = []
         for role in (Role.TARGET, Role.DRAFT):
-            of_role = {name: tensor for name, tensor in named if role_of_layer(name) == role}
+            of_role = {name: tensor for name, tensor in named if role_of_layer(name, num_target_layers) == role}
             if of_role:
                 roles.append(_role_layers(role, of_role))
                 runs += _runs(role, list(of_role.values()))
@@ -118,9 +123,13 @@ def _role_layers(role: Role, tensors: Mapping[str, torch.Tensor]) -> RoleLayers:
     return RoleLayers(role, tuple(layer_number(name) for name in tensors), num_heads, slab_bytes)
 
 
-def role_of_layer(name: str) -> Role:
-    """Which model vLLM's layer of this name belongs to."""
-    return Role.DRAFT if name.startswith(_DRAFT_PREFIX) else Role.TARGET
+def role_of_layer(name: str, num_target_layers: int | None = None) -> Role:
+    """Which model vLLM's layer of this name belongs to.
+
+    Draft models have a prefix of their own; EAGLE's and MTP's layers go on where the target's numbers end.
+    """
+    is_beyond = num_target_layers is not None and layer_number(name) >= num_target_layers
+    return Role.DRAFT if name.startswith(_DRAFT_PREFIX) or is_beyond else Role.TARGET
 
 
 def layer_number(name: str) -> int:

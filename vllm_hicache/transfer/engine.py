@@ -21,9 +21,9 @@ from functools import partial
 from vllm_hicache.errors import CollectiveError, StoreError
 from vllm_hicache.geometry import Part, RankGeometry
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import MissReason, OpId, Phase
+from vllm_hicache.names import MissReason, OpId, Phase, Role
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
-from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.chunks import RoleChunks
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.transfer.copier import Copier, Fence
 from vllm_hicache.transfer.exchange import Batch, PageExchange
@@ -102,7 +102,7 @@ class TransferEngine:
         """Mark the present for copies that are submitted with it."""
         return self._copier.fence()
 
-    def load(self, op: LoadOp, store: ChunkStore | None, fence: Fence, vouched: int | None = None) -> None:
+    def load(self, op: LoadOp, store: RoleChunks | None, fence: Fence, vouched: int | None = None) -> None:
         """Start a load; `collect` tells of its end, whatever happens.
 
         Args:
@@ -146,7 +146,7 @@ class TransferEngine:
                 # In its turn: pages of a save that ends before an earlier one of its chain could not enter the tree.
                 self._saving.submit(partial(self._end_write, task, index, None))
 
-    def flush(self, op: FlushOp, store: ChunkStore | None, vouched: int | None = None) -> None:
+    def flush(self, op: FlushOp, store: RoleChunks | None, vouched: int | None = None) -> None:
         """Start a flush; declined as a whole when too much waits already. `vouched` as for a load."""
         self._num_open += 1
         task = WriteTask(op.op, op.pages)
@@ -234,7 +234,7 @@ class TransferEngine:
                 timeout_s,
             )
 
-    def _fetch(self, task: LoadTask, index: int, store: ChunkStore, fence: Fence) -> None:
+    def _fetch(self, task: LoadTask, index: int, store: RoleChunks, fence: Fence) -> None:
         if not task.begin_fetch(index):
             return
         reason: MissReason | None = MissReason.ERROR
@@ -250,11 +250,15 @@ class TransferEngine:
             elif is_wanted:
                 self._loading.submit(partial(self._copy, task, index, fence))
 
-    def _fetch_page(self, page: PageMove, store: ChunkStore) -> MissReason | None:
+    def _fetch_page(self, page: PageMove, store: RoleChunks) -> MissReason | None:
         for part in self._geometry.parts:
             cell, payload = part.cell, self._pool.part(page.slot, part)
-            chunk = ChunkId.of(page.key, cell)
-            if part.is_whole:
+            chunk = ChunkId.of(page.name(cell.role), cell)
+            reason: MissReason | None = None
+            if cell.role is Role.DRAFT and not page.has_draft:
+                # What a slot held before must not pass for state.
+                payload[:] = bytes(len(payload))
+            elif part.is_whole:
                 reason = store.load(chunk, payload, cell.unit_bytes)
             else:
                 reason = store.load_part(chunk, part.runs, payload, cell.unit_bytes, cell.num_units)
@@ -312,12 +316,12 @@ class TransferEngine:
         finally:
             self._end_write(task, index, reason)
 
-    def _flush(self, task: WriteTask, index: int, store: ChunkStore) -> None:
+    def _flush(self, task: WriteTask, index: int, store: RoleChunks) -> None:
         reason: MissReason | None = MissReason.ERROR
         try:
             if task.is_wanted(index):
                 page = task.pages[index]
-                parts = [part for part in self._whole_parts if self._geometry.writes(page.key, part)]
+                parts = [part for part in self._whole_parts if self._is_written(page, part)]
                 num_bytes = sum(part.num_bytes for part in parts)
                 reason = self._timed("flush", partial(self._flush_page, page, parts, store), num_bytes)
         except StoreError as error:
@@ -326,9 +330,14 @@ class TransferEngine:
         finally:
             self._end_write(task, index, reason)
 
-    def _flush_page(self, page: PageMove, parts: Sequence[Part], store: ChunkStore) -> MissReason | None:
+    def _is_written(self, page: PageMove, part: Part) -> bool:
+        return (page.has_draft or part.cell.role is Role.TARGET) and self._geometry.writes(page.key, part)
+
+    def _flush_page(self, page: PageMove, parts: Sequence[Part], store: RoleChunks) -> MissReason | None:
         for part in parts:
-            store.save(ChunkId.of(page.key, part.cell), self._pool.part(page.slot, part), part.cell.unit_bytes)
+            store.save(
+                ChunkId.of(page.name(part.cell.role), part.cell), self._pool.part(page.slot, part), part.cell.unit_bytes
+            )
         return None
 
     def _split(self, task: WriteTask, vouched: int | None) -> list[int]:

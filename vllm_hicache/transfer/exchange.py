@@ -19,7 +19,7 @@ from functools import partial
 from itertools import cycle
 
 import torch
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 from vllm_hicache.errors import CollectiveError, InvariantError
 from vllm_hicache.names import MissReason, OpId
@@ -116,7 +116,7 @@ class PageExchange:
         self._pages = pages
         self._pool = pool
         # One is filled and sent while the other is copied to its blocks.
-        num_bytes = self.shard.num_owners * pool.slot_bytes
+        num_bytes = self.shard.num_owners * pool.row_bytes
         # Memory that ranks share is shared for as long as its own tensor lives, whatever views there are.
         self._buffers = [pages.allocate(num_bytes, device) for _ in range(2)]
         self._stagings = [copier.make_staging(buffer.view(self.shard.num_owners, -1)) for buffer in self._buffers]
@@ -201,7 +201,10 @@ class PageExchange:
             return None
         if not self._is_checked:
             return _UNCHECKED
-        return xxh3_128_digest(self._pool.tensor[self._pool.row(batch.pages[index].slot)].numpy().data)
+        hasher = xxh3_128()
+        for region in self._pool.content(batch.pages[index].slot):
+            hasher.update(region.numpy().data)
+        return hasher.digest()
 
     def _gather(self, batch: Batch, rows: Sequence[_Row]) -> Iterator[tuple[Staging, Pending]]:
         """Every row in turn; the next one is on its way while a row is made use of."""

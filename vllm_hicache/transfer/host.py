@@ -30,8 +30,9 @@ _MADV_POPULATE_WRITE = 23
 
 
 class HostPool:
-    """`num_rows` rows of `slot_bytes` bytes in one mapping: the slots of which this rank is the owner.
+    """`num_rows` rows in one mapping: the slots of which this rank is the owner.
 
+    A row has `slot_bytes` bytes, and with a sidecar `sidecar_bytes` more in a region of its own.
     Memory is committed when it is first written, or ahead of that by `commit_ahead`, in huge pages where the kernel
     has them; `pin` registers it with CUDA for asynchronous copies (not measured).
 
@@ -39,16 +40,25 @@ class HostPool:
         ConfigError: the pool would hold no page, or more than the machine has.
     """
 
-    def __init__(self, num_rows: int, slot_bytes: int, pin: bool = False, shard: Shard = Shard()) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        slot_bytes: int,
+        pin: bool = False,
+        shard: Shard = Shard(),
+        sidecar_bytes: int = 0,
+    ) -> None:
         if num_rows < 1:
             raise ConfigError(
-                f"the host pool holds {num_rows} pages: one page of this rank takes {format_bytes(slot_bytes)}, "
+                f"the host pool holds {num_rows} pages: one page of this rank takes "
+                f"{format_bytes(slot_bytes + sidecar_bytes)}, "
                 "so set host_memory to several times that"
             )
         self.num_rows = num_rows
         self.shard = shard
         self.slot_bytes = slot_bytes
-        total = num_rows * slot_bytes
+        self.region_bytes = (slot_bytes, sidecar_bytes) if sidecar_bytes else (slot_bytes,)
+        total = num_rows * self.row_bytes
         try:
             self._map = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
@@ -58,10 +68,14 @@ class HostPool:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel built without them
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(num_rows, slot_bytes)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
         if pin:
-            _register(self.tensor)
-        self._bytes: Bytes = self.tensor.numpy()
+            _register(whole)
+        sizes = [num_rows * each for each in self.region_bytes]
+        self.regions = tuple(region.view(num_rows, -1) for region in whole.split(sizes))
+        self.tensor = self.regions[0]
+        self._bytes: Bytes = whole.numpy()
+        self._views: list[Bytes] = [region.numpy() for region in self.regions]
         self._closing = threading.Event()
         self._committer: threading.Thread | None = None
 
@@ -91,6 +105,11 @@ class HostPool:
                 return
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one page in all regions."""
+        return sum(self.region_bytes)
+
+    @property
     def num_slots(self) -> int:
         """Slots of all owners, as far as this rank's rows go."""
         return self.num_rows * self.shard.num_owners
@@ -110,7 +129,16 @@ class HostPool:
 
     def part(self, slot: Slot, part: Part) -> memoryview:
         """Writable bytes of one part of a slot of this rank, contiguous, `part.num_bytes` long."""
-        return self._bytes[self.row(slot), part.offset : part.offset + part.num_bytes].data
+        return self._views[part.region][self.row(slot), part.offset : part.offset + part.num_bytes].data
+
+    def content(self, slot: Slot) -> tuple[torch.Tensor, ...]:
+        """What a slot of this rank holds, uint8 [bytes] by region."""
+        row = self.row(slot)
+        return tuple(region[row] for region in self.regions)
+
+    def by_region(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows [num_rows, row_bytes], or one of them, whose regions lie one behind the other, by region."""
+        return tuple(torch.split(rows, list(self.region_bytes), dim=-1))
 
 
 def _register(tensor: torch.Tensor) -> None:

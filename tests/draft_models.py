@@ -1,0 +1,105 @@
+"""Small draft models with seeded random weights, in the shapes that real ones have, beside `random_model`'s targets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from random_model import MAX_TOKENS, VOCABULARY
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def eagle_draft(directory: Path, target: Path, num_kv_heads: int = 2, head_size: int = 64, seed: int = 1) -> Path:
+    """An EAGLE head of one layer for a target, with other heads than it has: it shares hidden size and vocabulary."""
+    config = json.loads((target / "config.json").read_text())
+    hidden = config["hidden_size"]
+    num_heads = hidden // head_size
+    config |= {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_size,
+    }
+    shapes = {
+        "embed_tokens.weight": (VOCABULARY, hidden),
+        "fc.weight": (hidden, 2 * hidden),
+        **_layer("layers.0.", hidden, num_kv_heads * head_size, has_norm=False),
+    }
+    return _write(directory, {**config, "model_type": "llama"}, shapes, seed)
+
+
+def mtp_model(directory: Path, num_layers: int = 3, num_kv_heads: int = 2, seed: int = 2) -> Path:
+    """A target that brings its own layer for predicting one more token, in the shape of MiMo's."""
+    num_heads, head_size = 4, 64
+    hidden, kv_size = num_heads * head_size, num_kv_heads * head_size
+    config = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "num_nextn_predict_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_TOKENS,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (VOCABULARY, hidden),
+    }
+    for layer in range(num_layers):
+        shapes |= _layer(f"model.layers.{layer}.", hidden, kv_size, has_bias=True)
+    extra = "model.mtp_layers.0."
+    shapes |= _layer(extra, hidden, kv_size, has_bias=True)
+    shapes |= {f"{extra}{name}_layernorm.weight": (hidden,) for name in ("token", "hidden", "final")}
+    shapes[f"{extra}input_proj.weight"] = (hidden, 2 * hidden)
+    return _write(directory, config, shapes, seed)
+
+
+def _layer(prefix: str, hidden: int, kv_size: int, has_norm: bool = True, has_bias: bool = False) -> Shapes:
+    shapes: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (2 * hidden, hidden),
+        "mlp.up_proj.weight": (2 * hidden, hidden),
+        "mlp.down_proj.weight": (hidden, 2 * hidden),
+    }
+    if has_norm:
+        shapes["input_layernorm.weight"] = (hidden,)
+    if has_bias:
+        shapes |= {
+            f"self_attn.{name}_proj.bias": (size,) for name, size in zip("qkv", (hidden, kv_size, kv_size), strict=True)
+        }
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
+
+
+def _write(directory: Path, config: Mapping[str, object], shapes: Shapes, seed: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if len(shape) == 1
+        else (torch.randn(shape, generator=generator) * (3.0 / shape[-1] ** 0.5)).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory

@@ -1,0 +1,51 @@
+"""Pages whose draft state is missing: they are of use to the target, and no page of a draft may be stored after them.
+
+Owned by the scheduler half; scheduler thread only. What a draft computes on a prefix without its state is no state
+either, so that pages saved behind a bare page are bare themselves. There are such pages under `draft_miss=serve` only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from vllm_hicache.names import PageKey
+
+
+class BarePages:
+    """The bare pages that were met last.
+
+    A page stays bare where it is: in host memory and on the device, which has its own order of eviction. What is
+    forgotten after `capacity` others is taken for a whole page.
+
+    Args:
+        capacity: pages to remember, at least 1.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[PageKey, None] = OrderedDict()
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._keys
+
+    def any_of(self, keys: Iterable[PageKey]) -> bool:
+        """Whether one of `keys` is bare; those that are count as met."""
+        if not self._keys:
+            return False
+        met = [key for key in keys if key in self._keys]
+        for key in met:
+            self._keys.move_to_end(key)
+        return bool(met)
+
+    def note(self, keys: Iterable[PageKey], is_bare: bool) -> None:
+        """Pages come into being, with or without state of the draft."""
+        if is_bare:
+            for key in keys:
+                self._keys[key] = None
+                self._keys.move_to_end(key)
+            while len(self._keys) > self._capacity:
+                self._keys.popitem(last=False)
+        elif self._keys:
+            for key in keys:
+                self._keys.pop(key, None)
