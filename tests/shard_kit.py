@@ -35,7 +35,7 @@ from transfer_fixtures import (
 from vllm_hicache.geometry import RankGeometry
 from vllm_hicache.grid import Grid
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import MissReason, OpId, Phase, RequestId, Role
+from vllm_hicache.names import MissReason, OpId, Phase, RequestId, Role, Slot
 from vllm_hicache.namespace import Spaces
 from vllm_hicache.ownership import Ownership, Shard
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
@@ -57,25 +57,39 @@ class Member(Rig):
     """One rank of a group, all of whose bytes are poison; it holds the whole model, as the others do."""
 
     def __init__(
-        self, shard: Shard, num_rows: int, layout: Layout, blocks_per_page: int, grid: Grid, replica: tuple[int, int]
+        self,
+        shard: Shard,
+        num_rows: int,
+        layout: Layout,
+        blocks_per_page: int,
+        grid: Grid,
+        replica: tuple[int, int],
+        has_sidecar: bool = False,
     ) -> None:
         super().__init__(layout, blocks_per_page, grid, 1, 1, (0, layout.layers), (0, layout.heads), replica)
-        self.geometry: RankGeometry = replace(self.geometry, shard=shard)
-        self.pool = HostPool(num_rows, self.geometry.slot_bytes, shard=shard)
+        self.geometry: RankGeometry = replace(self.geometry, shard=shard, has_sidecar=has_sidecar)
+        main_bytes, *sidecar = self.geometry.region_bytes
+        self.pool = HostPool(num_rows, main_bytes, shard=shard, sidecar_bytes=sum(sidecar))
         self.copier = CpuCopier(self.cache, self.pool, self.geometry)
         self.poison_device()
         self.poison_slots()
 
     def slot(self, slot: int) -> bytes:
-        return self.pool.tensor[self.pool.row(slot)].numpy().tobytes()
+        return b"".join(region.numpy().tobytes() for region in self.pool.content(Slot(slot)))
 
     def put(self, slot: int, content: bytes) -> None:
-        self.pool.tensor[self.pool.row(slot)] = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+        whole = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+        for region, part in zip(self.pool.content(Slot(slot)), self.pool.by_region(whole), strict=True):
+            region.copy_(part)
+
+    def poison_slots(self) -> None:
+        for region in self.pool.regions:
+            region.fill_(POISON)
 
     @property
     def host(self) -> bytes:
         """All of its host memory."""
-        return self.pool.tensor.numpy().tobytes()
+        return b"".join(region.numpy().tobytes() for region in self.pool.regions)
 
 
 class Group:
@@ -85,6 +99,7 @@ class Group:
         rotation: owner of the chain's first page.
         num_ranks: a multiple of the owners; as many where it is not given.
         is_held: whether the pages are in host memory, each on its owner.
+        has_sidecar: whether the draft's half of them has a region of its own there.
     """
 
     def __init__(
@@ -98,6 +113,7 @@ class Group:
         on_device: bool = False,
         num_ranks: int | None = None,
         is_held: bool = True,
+        has_sidecar: bool = False,
     ) -> None:
         self.num_owners, self.rotation, self.num_pages = num_owners, rotation, num_pages
         self.blocks_per_page, self.grid = blocks_per_page, grid
@@ -105,7 +121,15 @@ class Group:
         self.num_rows = -(-num_pages // num_owners) + 1
         ownership, num_ranks = Ownership(num_owners, on_device), num_ranks or num_owners
         self.members = [
-            Member(Shard(ownership, n % num_owners), self.num_rows, layout, blocks_per_page, grid, (n, num_ranks))
+            Member(
+                Shard(ownership, n % num_owners),
+                self.num_rows,
+                layout,
+                blocks_per_page,
+                grid,
+                (n, num_ranks),
+                has_sidecar,
+            )
             for n in range(num_ranks)
         ]
         for member in self.members if is_held else ():

@@ -34,14 +34,16 @@ from simulated_model import (
     folded,
     mixed,
     next_token,
+    stored_page,
 )
 from simulated_rank import Batch, SimulatedRank, Span, sampled
 from vllm.config import LoadConfig, SpeculativeConfig, VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.outputs import DraftTokenIds
 
+from vllm_hicache.geometry import PageLayout, RoleShape
+from vllm_hicache.grid import Grid
 from vllm_hicache.names import PageKey, Role, Slot
-from vllm_hicache.storage.envelope import ChunkId
 
 NUM_GUESSES = 3
 
@@ -288,10 +290,10 @@ class DraftingEngine(SimulatedEngine):
 
     def stored_drafts(self, job: Job) -> Iterator[bytes | None]:
         """The draft's payloads of a request's pages as the store has them, `None` where one is missing or bad."""
-        num_groups = gcd(self._grid.head_groups, self.draft.heads)
-        for key in self.keys(job):
-            found = [self._stored_draft(key, group, num_groups) for group in range(num_groups)]
-            yield None if None in found else b"".join(found)
+        shape = RoleShape(Role.DRAFT, self.draft.layers, self.draft.heads, BLOCK * self.draft.num_words * 8)
+        grid = Grid(1, gcd(self._grid.head_groups, self.draft.heads))
+        cells = PageLayout((shape,), BLOCK, self.page_tokens, grid).cells
+        return (stored_page(self.half._store, key, cells) for key in self.keys(job))
 
     def check_at_rest(self) -> None:
         super().check_at_rest()
@@ -312,12 +314,6 @@ class DraftingEngine(SimulatedEngine):
     def _is_state(self, found: bytes, expected: bytes) -> bool:
         words = [np.frombuffer(each, np.uint64).reshape(-1, BLOCK)[:, : self._num_places] for each in (found, expected)]
         return np.array_equal(*words)
-
-    def _stored_draft(self, key: PageKey, group: int, num_groups: int) -> bytes | None:
-        unit = self.page_tokens * self.draft.num_words * 8
-        payload = bytearray(self.draft.layers * self.draft.heads // num_groups * unit)
-        chunk = ChunkId(key, 0, Role.DRAFT, 0, group)
-        return None if self.half._store.load(chunk, memoryview(payload), unit) is not None else bytes(payload)
 
     def _finish_oldest(self) -> None:
         super()._finish_oldest()

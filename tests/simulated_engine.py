@@ -15,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 
 from simulated_faults import PATIENCE_S
@@ -33,6 +32,7 @@ from simulated_model import (
     free_blocks,
     page_content,
     rank_config,
+    stored_page,
     to_poison,
 )
 from simulated_rank import Batch, SimulatedRank, Span
@@ -48,13 +48,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_hicache.geometry import PageLayout, RoleShape
 from vllm_hicache.grid import Grid
 from vllm_hicache.index.host import HostTier
 from vllm_hicache.keys import PageKeys, chain_root
 from vllm_hicache.metrics import BY_NAME
 from vllm_hicache.names import PageKey, Role, Slot
 from vllm_hicache.scheduler import SchedulerHalf
-from vllm_hicache.storage.envelope import ChunkId
 
 
 class SimulatedEngine:
@@ -129,11 +129,7 @@ class SimulatedEngine:
         self._behind: list[deque[Batch]] = [deque() for _ in shares]
 
     def _start_ranks(
-        self,
-        config: VllmConfig,
-        shares: Sequence[Share],
-        num_blocks: int,
-        of_rank: Mapping[int, Mapping[str, object]],
+        self, config: VllmConfig, shares: Sequence[Share], num_blocks: int, of_rank: Mapping[int, Mapping[str, object]]
     ) -> list[SimulatedRank]:
         ranks, groups = [], Groups()
         for rank, share in enumerate(shares):
@@ -319,20 +315,9 @@ class SimulatedEngine:
 
     def stored_pages(self, job: Job) -> Iterator[bytes | None]:
         """The payloads of a request's pages as the store has them, `None` where an object is missing or bad."""
-        for key in self.page_keys(job).plain:
-            cells = [
-                self._stored(key, *cell)
-                for cell in product(range(self._grid.layer_groups), range(self._grid.head_groups))
-            ]
-            yield None if None in cells else b"".join(cells)
-
-    def _stored(self, key: PageKey, layer_group: int, head_group: int) -> bytes | None:
-        layers = self._grid.layer_bounds(LAYERS)[layer_group]
-        heads = self._grid.head_bounds(self.cut.num_heads)[head_group]
-        unit = self.page_tokens * WORDS * 8
-        payload = bytearray((layers[1] - layers[0]) * (heads[1] - heads[0]) * unit)
-        chunk = ChunkId(key, 0, Role.TARGET, layer_group, head_group)
-        return None if self.half._store.load(chunk, memoryview(payload), unit) is not None else bytes(payload)
+        shape = RoleShape(Role.TARGET, LAYERS, self.cut.num_heads, BLOCK * WORDS * 8)
+        cells = PageLayout((shape,), BLOCK, self.page_tokens, self._grid).cells
+        return (stored_page(self.half._store, key, cells) for key in self.page_keys(job).plain)
 
     def _schedule(self) -> int:
         """Take down the next batch for all ranks; its number of tokens."""
@@ -389,16 +374,11 @@ class SimulatedEngine:
                 job.num_external = each.prefill_stats.num_external_cached_tokens
         stats = outputs.scheduler_stats
         if stats is not None and stats.connector_prefix_cache_stats is not None:
-            self.hits.update(
-                {source.value: n for source, n in stats.connector_prefix_cache_stats.hits_by_source.items()}
-            )
+            hits = stats.connector_prefix_cache_stats.hits_by_source.items()
+            self.hits.update({source.value: n for source, n in hits})
         if stats is not None and stats.kv_connector_stats is not None:
-            counts = {
-                key: n
-                for key, n in stats.kv_connector_stats.items()
-                if BY_NAME[key.partition("|")[0]].kind == "counter"
-            }
-            self.counters.update(counts)
+            counts = stats.kv_connector_stats.items()
+            self.counters.update({key: n for key, n in counts if BY_NAME[key.partition("|")[0]].kind == "counter"})
 
 
 Start = Callable[..., SimulatedEngine]

@@ -32,8 +32,12 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
+from vllm_hicache.geometry import Cell
 from vllm_hicache.grid import Grid
+from vllm_hicache.names import PageKey
 from vllm_hicache.plan import LoadOp
+from vllm_hicache.storage.chunks import RoleChunks
+from vllm_hicache.storage.envelope import ChunkId
 
 LAYERS, HEADS, HEAD_SIZE, BLOCK = 3, 2, 8, 16
 WORDS = 2 * HEAD_SIZE * 2 // 8
@@ -186,6 +190,17 @@ def page_content(words: Words, grid: Grid, share: Share) -> bytes:
     objects = product(grid.layer_bounds(LAYERS), grid.head_bounds(num_heads))
     held = [(_common(heads, share.heads), _common(layers, share.layers)) for layers, heads in objects]
     return b"".join(whole[heads, layers].tobytes() for heads, layers in held)
+
+
+def stored_page(store: RoleChunks, key: PageKey, cells: Sequence[Cell]) -> bytes | None:
+    """A page's objects as a store has them, one behind the other; `None` where one is missing or bad."""
+    payload, start = bytearray(sum(cell.num_bytes for cell in cells)), 0
+    for cell in cells:
+        part = memoryview(payload)[start : start + cell.num_bytes]
+        if store.load(ChunkId.of(key, cell), part, cell.unit_bytes) is not None:
+            return None
+        start += cell.num_bytes
+    return bytes(payload)
 
 
 def _common(bounds: tuple[int, int], held: slice) -> slice:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -183,8 +184,7 @@ class TestNextToken:
         engine.serve(TEXT)
         engine.drop_device()
         assert engine.serve(other).num_external == hit
-        reader = start(draft)
-        assert (reader.serve(other).num_external, reader.serve(TEXT).num_external >= 0) == (96, True)
+        assert start(draft).serve(other).num_external == 96
 
     @pytest.mark.parametrize(("draft", "hit"), [(PACKED, 95), (AHEAD, 80)], ids=["draft model", "looks ahead"])
     def test_a_hit_loses_the_last_page_where_no_next_token_is_known(self, start: Start, draft: Draft, hit: int) -> None:
@@ -197,6 +197,21 @@ class TestNextToken:
         stored = Stored(tmp_path, engine, jobs[0])
         assert (stored.num_objects(Role.TARGET), stored.num_objects(Role.DRAFT)) == (NUM_PAGES, NUM_PAGES + 2)
         assert [start(AHEAD, grid="1x1").serve(job.tokens).num_external for job in jobs] == [96] * 3
+
+    @pytest.mark.xfail(
+        strict=True,
+        raises=AssertionError,
+        reason="vLLM's own prefix cache does not tell blocks apart by the token that follows, so that it serves a block "
+        "inside a chain whose last place belongs to another text; saved again, it has the name of this one",
+    )
+    def test_a_page_is_not_saved_from_a_block_whose_next_token_was_another(self, start: Start) -> None:
+        engine = drafting(start(AHEAD, store="none", num_slots=6, eviction="lru", is_exact=False))
+        one, other = [*prompt(48), 1, *prompt(30, 2)], [*prompt(48), 2, *prompt(40, 1)]
+        for text in (one, other, prompt(97, 7)):  # the last one takes all slots
+            engine.serve(text)
+        job = engine.serve(other)
+        slot = engine.tier.match(engine.keys(job), touch=False).slots[2]
+        assert engine.host_bytes(slot).endswith(engine.draft_bytes(job, 2))
 
 
 class TestSharing:
@@ -234,11 +249,13 @@ class TestSharing:
         assert start(other).serve(TEXT).num_external == 0
         assert [start(draft).serve(TEXT).num_external for draft in (PACKED, other)] == [96, 96]
 
-    def test_all_kinds_of_engines_and_cuts_write_equal_bytes(self, start: Start, faults: StoreFaults) -> None:
-        """What is there already is not written again, so that each has a store of its own, with the same names."""
-        for number, draft in enumerate(KINDS.values()):
-            for cut in CUTS[:4]:
-                start(draft, cut, store=f"memory://{Path.cwd().name}-{number}").serve(TEXT)
+    def test_all_kinds_of_engines_and_cuts_write_equal_bytes(
+        self, start: Start, tmp_path: Path, faults: StoreFaults
+    ) -> None:
+        """What is there already is not written again, so that each has a store of its own."""
+        for number, (draft, cut) in enumerate(product(KINDS.values(), CUTS[:4])):
+            start(draft, cut, store=f"file://{tmp_path}/store-{number}?capacity=64MiB").serve(TEXT)
+        assert {(len(digests) > 4, len(set(digests))) for digests in faults.written.values()} >= {(True, 1)}
         assert {len(set(digests)) for digests in faults.written.values()} == {1}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,13 +25,17 @@ from draft_kit import (
     of_role,
     poison,
 )
+from shard_kit import NUM_PAGES, Group
+from thread_collective import Meeting, ThreadCollective
 from transfer_fixtures import POISON, WatchedStore, key
 
 from vllm_hicache.grid import Grid
-from vllm_hicache.names import MissReason, Role
+from vllm_hicache.names import MissReason, OpId, Role
 from vllm_hicache.plan import PageMove
 from vllm_hicache.storage.file import FileStore
+from vllm_hicache.transfer.collective import Fill, Pending
 from vllm_hicache.transfer.copier import CudaCopier
+from vllm_hicache.transfer.exchange import Batch, PageExchange
 
 SLOTS, OTHER_SLOTS = (7, 12, 19), (3, 21, 0)
 SOURCE, TO = ([30], [5], [11]), ([42], [8], [27])
@@ -306,6 +311,57 @@ def test_two_ranks_read_their_heads_of_both_models_out_of_what_one_has_written(
             for page in pages
         ]
         check_blocks(part, {block: page for (block,), page in zip(TO, expected, strict=True)})
+
+
+# Ranks that give each other their pages
+
+
+class Damaging(ThreadCollective):
+    """Changes one byte of what rank 1 sent here with its first page."""
+
+    def __init__(self, rank: int, meeting: Meeting, place: int) -> None:
+        super().__init__(rank, meeting)
+        self._place, self._num_started = place, 0
+
+    def start(self, rows: torch.Tensor, fill: Fill | None = None) -> Pending:
+        pending = super().start(rows, fill)
+        self._num_started += 1
+        if self._num_started == 2:  # the first one is the header's
+            pending.wait()
+            rows[1, self._place] ^= 1
+        return pending
+
+
+def exchanged(group: Group, exchanges: Sequence[PageExchange]) -> list[list[MissReason | None]]:
+    batch = Batch(OpId(5), 0, group.moves(0, NUM_PAGES), (True,) * NUM_PAGES, None)
+    with ThreadPoolExecutor(len(exchanges)) as ranks:
+        return list(ranks.map(lambda exchange: exchange.run(batch), exchanges))
+
+
+@every_tier
+@pytest.mark.parametrize("num_owners", [2, 3])
+def test_ranks_give_each_other_both_halves_of_every_page(num_owners: int, has_sidecar: bool) -> None:
+    group = Group(num_owners, 1, has_sidecar=has_sidecar)
+    host = [member.host for member in group.members]
+    assert [len(member.pool.regions) for member in group.members] == [1 + has_sidecar] * num_owners
+    assert exchanged(group, group.exchanges(group.collectives())) == [[None] * NUM_PAGES] * num_owners
+    assert [group.pages_on(member) for member in group.members] == [set(range(NUM_PAGES))] * num_owners
+    assert [member.host for member in group.members] == host
+
+
+@every_tier
+@pytest.mark.parametrize("of_row", [0.0, 0.49, 0.76, 1.0])
+def test_a_byte_that_is_damaged_on_its_way_in_either_half_is_noticed(has_sidecar: bool, of_row: float) -> None:
+    """Two thirds of a row are the target's."""
+    group, meeting = Group(2, has_sidecar=has_sidecar), Meeting(2, 5.0)
+    place = int(of_row * (group.members[0].pool.row_bytes - 1))
+    exchanges = group.exchanges([Damaging(0, meeting, place), ThreadCollective(1, meeting)])
+    damaged, whole = exchanged(group, exchanges)
+    assert (damaged, whole) == (
+        [None, MissReason.CORRUPT, *[None] * (NUM_PAGES - 2)],
+        [None] * NUM_PAGES,
+    )
+    assert group.pages_on(group.members[0]) == set(range(NUM_PAGES)) - {1}
 
 
 # CUDA
