@@ -114,9 +114,14 @@ class PageKeys:
         return len(self.plain) * self.page_tokens + len(self._pending)
 
     @property
+    def has_next(self) -> bool:
+        """Whether a page is known by the token that follows it too."""
+        return self.keys is not self.plain
+
+    @property
     def next_at(self) -> int:
         """Number of tokens with which the next page gets its key."""
-        return (len(self.keys) + 1) * self.page_tokens + (self.keys is not self.plain)
+        return (len(self.keys) + 1) * self.page_tokens + self.has_next
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens that follow those already given; adds a key for every page they complete.
@@ -132,7 +137,7 @@ class PageKeys:
         num_pages = len(self._pending) // self.page_tokens
         if num_pages:
             self._hash_pages(num_pages)
-        if self.keys is not self.plain:
+        if self.has_next:
             self._hash_next(first)
         del self._pending[: num_pages * self.page_tokens]
 

@@ -68,6 +68,8 @@ class Operations:
         # Under which name the target's bytes of a page in the tree are stored, where it is not the page's key.
         self._plain: dict[PageKey, PageKey] = {}
         self._bare = bare
+        # Pages in the tree whose last place of the draft may belong to a chain with another next token.
+        self._doubtful: set[PageKey] = set()
         self._epoch = 0
         self._spaces = Spaces(b"")
         self._step = 0
@@ -184,7 +186,9 @@ class Operations:
         self._saves.append(SaveOp(op, moves))
         tokens = self._tokens_of(tracked, start, stop)
         plain = tracked.keys.plain[:stop]
-        self._open[op] = OpenSave(keys[:stop], plain, start, slots, held, lease, self._epoch, tokens)
+        # vLLM's own prefix cache takes blocks for each other that differ in nothing but the token that follows.
+        doubtful_end = tracked.local // self._page if tracked.keys.has_next else 0
+        self._open[op] = OpenSave(keys[:stop], plain, start, slots, held, lease, self._epoch, tokens, doubtful_end)
         self._moving.update(keys[start:stop])
         self._bare.note(keys[start:stop], tracked.is_bare)
         return stop == len(keys)
@@ -209,7 +213,8 @@ class Operations:
         self._flushing.update(keys[index] for index in wanted)
 
     def _flushed(self, key: PageKey, slot: Slot) -> PageMove:
-        return PageMove(key, slot, (), plain=self._plain.get(key), has_draft=key not in self._bare)
+        has_draft = key not in self._bare and key not in self._doubtful
+        return PageMove(key, slot, (), plain=self._plain.get(key), has_draft=has_draft)
 
     def write_back(self) -> None:
         """Under write policy `back`: flush what is next in line for eviction, when free slots get few."""
@@ -338,7 +343,8 @@ class Operations:
         done = ack.pages_done
         if record.epoch == self._epoch:
             self._moving.difference_update(record.keys[record.start : record.start + len(record.slots)])
-            self._enter_tree(record, record.start, record.slots[:done], record.start, stored=False)
+            first_new = self._enter_tree(record, record.start, record.slots[:done], record.start, stored=False)
+            self._doubtful.update(record.keys[first_new : min(record.start + done, record.doubtful_end)])
         else:
             self._tier.abandon(record.slots[:done])
         self._tier.abandon(record.slots[done:])
@@ -359,8 +365,12 @@ class Operations:
 
     def _enter_tree(
         self, record: OpenLoad | OpenSave, first: int, slots: Sequence[Slot], first_event: int, stored: bool
-    ) -> None:
-        """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`."""
+    ) -> int:
+        """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`.
+
+        Returns:
+            The first page that is new in the tree.
+        """
         stop = first + len(slots)
         self._moving.difference_update(record.keys[first:stop])
         new = self._tier.attach(record.keys, first, slots, stored)
@@ -370,6 +380,7 @@ class Operations:
             token = (index - first_event) * self._page
             page = tuple(record.event_tokens[token : token + self._page])
             self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
+        return stop - new
 
     def _flush_on_hit(self, keys: Sequence[PageKey]) -> None:
         found = self._tier.match(keys, touch=False)
@@ -388,6 +399,7 @@ class Operations:
             self._metrics.count("evicted_pages", Tier.HOST.value, len(evicted))
         for page in evicted:
             self._plain.pop(page.key, None)
+            self._doubtful.discard(page.key)
             self._events.removed(Tier.HOST, page.key)
 
     def _blocks_of(self, page: int, blocks: Sequence[BlockId], local: int) -> tuple[tuple[BlockId, ...], int]:

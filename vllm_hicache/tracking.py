@@ -124,7 +124,8 @@ class OpenLoad:
 class OpenSave:
     """A save on its way: pages [start, start + len(slots)) of a chain, read from held `blocks`.
 
-    `event_tokens` are those of the pages where events are recorded, else empty.
+    `event_tokens` are those of the pages where events are recorded, else empty. Pages before `doubtful_end` come from
+    blocks whose last place of the draft may belong to another next token.
     """
 
     keys: Sequence[PageKey]
@@ -135,6 +136,7 @@ class OpenSave:
     lease: Lease
     epoch: int
     event_tokens: Sequence[int]
+    doubtful_end: int
 
 
 @dataclass(frozen=True, slots=True)
