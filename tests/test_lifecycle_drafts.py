@@ -201,8 +201,8 @@ class TestNextToken:
     @pytest.mark.xfail(
         strict=True,
         raises=AssertionError,
-        reason="vLLM's own prefix cache does not tell blocks apart by the token that follows: it serves one inside a chain "
-        "whose last place belongs to another text, and saved again that has the name of this one",
+        reason="vLLM's own prefix cache does not tell blocks apart by the token that follows: it serves one inside "
+        "a chain whose last place belongs to another text, and saved again that has the name of this one",
     )
     def test_a_page_is_not_saved_from_a_block_whose_next_token_was_another(self, start: Start) -> None:
         engine = drafting(start(AHEAD, store="none", num_slots=6, eviction="lru", is_exact=False))
