@@ -82,7 +82,9 @@ class StoreLookups:
     def _run(self) -> None:
         while (lookup := self._take()) is not None:
             try:
-                lookup.num_pages, lookup.num_whole = self._count(lookup)
+                num_pages, lookup.num_whole = self._count(lookup)
+                # Last: it is what others look at to see whether there is an answer.
+                lookup.num_pages = num_pages
             except Exception as error:  # a miss: the store's failure must not end the thread
                 if not isinstance(error, StoreError):
                     logger.exception("A store lookup failed; its pages count as absent")
