@@ -13,10 +13,11 @@ import pytest
 from vllm_hicache.cli import store as cli
 from vllm_hicache.errors import StoreTimeout
 from vllm_hicache.names import ObjectName, PageKey, Role
+from vllm_hicache.namespace import DraftSpace
 from vllm_hicache.storage import file_tree
 from vllm_hicache.storage.base import Store, StoreOptions
 from vllm_hicache.storage.chunks import ChunkStore
-from vllm_hicache.storage.envelope import ChunkId, Grid
+from vllm_hicache.storage.envelope import ChunkId, Grid, namespace_part
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.manifest import write_manifest
 from vllm_hicache.storage.registry import open_store
@@ -29,12 +30,15 @@ ONE, TWO = b"\x01" * 32, b"\x02" * 32
 ONE_PART, TWO_PART = "01" * 8, "02" * 8
 FIELDS: dict[str, str | int] = {"model": "m/x", "dtype": "bfloat16", "page_tokens": 256}
 DAY_S = 86400
+SPACE = DraftSpace("eagle3", "m/draft", "bfloat16", "none", "made-up", 1, 2, 64, "1x2", True)
+DRAFT = SPACE.digest_for(ONE)
+DRAFT_PART = namespace_part(DRAFT)
 
 Run = Callable[..., int]
 
 
-def chunk(page: int, head_group: int = 0) -> ChunkId:
-    return ChunkId(PageKey(bytes([page]) * 32), 0, Role.TARGET, 0, head_group)
+def chunk(page: int, head_group: int = 0, role: Role = Role.TARGET) -> ChunkId:
+    return ChunkId(PageKey(bytes([page]) * 32), 0, role, 0, head_group)
 
 
 def filled(folder: Path) -> FileStore:
@@ -52,6 +56,15 @@ def fill(store: Store) -> None:
         for head_group in range(2):
             ChunkStore(store, ONE, GRID).save(chunk(page, head_group), memoryview(PAYLOAD), UNIT_BYTES)
     ChunkStore(store, TWO, GRID).save(chunk(9), memoryview(PAYLOAD), UNIT_BYTES)
+
+
+def fill_draft(store: Store) -> set[ObjectName]:
+    """The draft's two chunks of two of the pages in namespace one, as engines leave them; names of the chunks."""
+    write_manifest(store, DRAFT, SPACE.fields_for(ONE))
+    chunks = [chunk(page, head_group, Role.DRAFT) for page in range(2) for head_group in range(2)]
+    for each in chunks:
+        ChunkStore(store, DRAFT, GRID).save(each, memoryview(PAYLOAD), UNIT_BYTES)
+    return {each.object_name(DRAFT) for each in chunks}
 
 
 def url_of(store: FileStore) -> str:

@@ -17,9 +17,10 @@ from vllm_hicache.cli import main as front
 from vllm_hicache.config import Config
 from vllm_hicache.machine import look_at_host
 from vllm_hicache.names import ObjectName
-from vllm_hicache.namespace import Namespace
+from vllm_hicache.namespace import DraftSpace, Namespace
 from vllm_hicache.secrets import Secrets
 from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.envelope import namespace_part
 from vllm_hicache.storage.file import FileStore
 from vllm_hicache.storage.manifest import manifest_name, write_manifest
 from vllm_hicache.storage.memory import MemoryStore
@@ -127,6 +128,21 @@ def announce(store: FileStore, *namespaces: Namespace) -> list[str]:
     for one in namespaces:
         write_manifest(store, one.digest(), one.fields())
     return [one.digest()[:8].hex() for one in namespaces]
+
+
+def announce_draft(store: FileStore, target: Namespace, **changes: str | int) -> str:
+    """Leave the manifest of a draft beside `target`, whose model it has; the part of its namespace."""
+    made = DraftSpace(
+        **{  # type: ignore[arg-type]
+            **{name: value for name, value in target.fields().items() if name in DraftSpace.__dataclass_fields__},
+            "method": "draft_model",
+            "looks_ahead": False,
+            **changes,
+        }
+    )
+    digest = made.digest_for(target.digest())
+    write_manifest(store, digest, made.fields_for(target.digest()))
+    return namespace_part(digest)
 
 
 def objects(store: Store) -> set[ObjectName]:
@@ -374,6 +390,45 @@ def test_the_same_weights_in_another_dtype_are_recognised(
     assert run("--model", str(model), *options(store)) == 0
     line = named(capsys.readouterr().out, "namespace")[part]
     assert line.startswith("warn same weights run in float16")
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "eagle3", "layers": 1, "looks_ahead": True}], ids=["same", "other"])
+def test_a_draft_is_named_with_the_namespace_beside_which_it_lies(
+    run: Doctor, store: FileStore, model: Path, changes: dict[str, str | int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (part,) = announce(store, namespace(model))
+    draft = announce_draft(store, namespace(model), **changes)
+    assert run("--model", str(model), *options(store)) == 0
+    told = named(capsys.readouterr().out, "namespace")
+    method = changes.get("method", "draft_model")
+    assert told[draft] == f"ok draft ({method}) beside namespace {part}; shared with the same draft alone"
+    assert told[part].startswith("ok same model; differs in no field")
+
+
+def test_drafts_are_siblings_of_nobody(
+    run: Doctor, store: FileStore, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = namespace(model), namespace(model, model="ab" * 32)
+    announce(store, one, other)
+    drafts = {announce_draft(store, target, method=method) for target in (one, other) for method in ("mtp", "eagle")}
+    assert run("--model", str(model), *options(store)) == 0
+    report = capsys.readouterr().out
+    assert texts(report, "warn") == []
+    assert "same model as" not in report
+    assert sum(line.split()[1] in drafts for line in texts(report, "ok")) == len(drafts) == 4
+
+
+def test_a_draft_hides_no_difference_between_its_targets(
+    run: Doctor, store: FileStore, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = [namespace(model), namespace(model, encoding="cpu-vec16-b128")]
+    for each in targets:
+        announce_draft(store, each)
+    announce(store, *targets)
+    assert run(*options(store)) == 0
+    (line,) = texts(capsys.readouterr().out, "warn")
+    assert "cpu-vec16-b128" in line
+    assert line.split()[1] in {namespace_part(each.digest()) for each in targets}
 
 
 def test_a_manifest_cannot_steer_the_terminal(

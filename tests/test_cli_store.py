@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 from cli_store_kit import (
+    DRAFT,
+    DRAFT_PART,
     FIELDS,
     ONE,
     ONE_PART,
+    SPACE,
     TWO,
     TWO_PART,
     Run,
     age,
     chunk,
+    fill_draft,
     filled,
     flip_last_byte,
     names,
@@ -229,12 +233,93 @@ def test_an_error_is_one_sentence_and_exit_code_two(
     assert advice in captured.err
 
 
+# Drafts
+
+
+def test_ls_says_which_namespace_is_a_drafts_and_beside_which_it_lies(
+    run: Run, store: FileStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill_draft(store)
+    assert run("ls") == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    told = f"draft (eagle3) beside namespace {ONE_PART}: model=m/draft kv_dtype=bfloat16"
+    assert rows[DRAFT_PART].split(maxsplit=1)[1].startswith(told)
+    assert rows[DRAFT_PART].removeprefix(f"{DRAFT_PART}  {told}").split()[:2] == ["2", "5"]
+    assert [part for part, row in rows.items() if "draft" in row] == [DRAFT_PART]
+
+
+def test_ls_long_shows_every_field_of_a_draft(run: Run, store: FileStore, capsys: pytest.CaptureFixture[str]) -> None:
+    fill_draft(store)
+    assert run("ls", "--long", "--namespace", DRAFT_PART) == 0
+    told = capsys.readouterr().out
+    assert f"draft (eagle3) beside namespace {ONE_PART}: encoding=made-up grid=1x2" in told
+    assert f"looks_ahead=True method=eagle3 model=m/draft quantization=none slab_bytes=64 target={ONE.hex()} " in told
+
+
+def test_the_json_of_ls_has_the_fields_of_a_draft(
+    run: Run, store: FileStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill_draft(store)
+    assert run("ls", "--namespace", DRAFT_PART, "--json", "-") == 0
+    (found,) = json.loads(capsys.readouterr().out)["namespaces"]
+    assert (found["digest"], found["fields"]) == (DRAFT.hex(), SPACE.fields_for(ONE))
+    assert (found["num_pages"], found["num_objects"]) == (2, 5)
+
+
+@pytest.mark.parametrize("fields", [{"target": "\x1b[31m"}, {"target": 7}, {"target": "01" * 32, "method": "\x1b[31m"}])
+def test_a_manifest_that_only_looks_like_a_drafts_is_shown_as_plain_text(
+    run: Run, store: FileStore, capsys: pytest.CaptureFixture[str], fields: dict[str, str | int]
+) -> None:
+    write_manifest(store, TWO, fields)
+    assert run("ls") == 0
+    told = capsys.readouterr().out
+    assert f"{TWO_PART}  draft (" in told
+    assert "\x1b" not in told
+
+
+def test_stat_counts_a_drafts_namespace_by_itself(
+    run: Run, store: FileStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill_draft(store)
+    assert run("stat", "--json", "-") == 0
+    counts = {one["namespace"]: one["num_objects"] for one in json.loads(capsys.readouterr().out)["namespaces"]}
+    assert counts == {ONE_PART: 7, TWO_PART: 1, DRAFT_PART: 5}
+
+
+def test_gc_of_a_drafts_namespace_leaves_the_targets_objects(run: Run, store: FileStore) -> None:
+    before = names(store)
+    fill_draft(store)
+    assert run("gc", "--namespace", DRAFT_PART) == 0
+    assert names(store) == before
+
+
+def test_gc_by_age_removes_a_drafts_chunks_and_keeps_its_manifest(run: Run, store: FileStore) -> None:
+    old, *_ = drafts = sorted(fill_draft(store))
+    age(store, old, 8)
+    age(store, manifest_name(DRAFT_PART), 8)
+    before = names(store)
+    assert run("gc", "--max-age", "7d") == 0
+    assert names(store) == before - {old}
+    assert run("gc", "--max-bytes", "0", "--namespace", DRAFT_PART) == 0
+    assert names(store) == before - {*drafts}
+
+
 # Manifests
 
 
 def test_a_manifest_is_written_once_and_read_back(store: FileStore) -> None:
     assert write_manifest(store, ONE, {"model": "another"}) is False
     assert read_manifests(store) == {ONE_PART: Manifest(ONE, FIELDS)}
+
+
+def test_a_drafts_manifest_is_read_back_with_each_field_of_its_own_type(store: FileStore) -> None:
+    fill_draft(store)
+    found = read_manifests(store)[DRAFT_PART]
+    assert isinstance(found, Manifest)
+    assert (found.digest, repr(dict(sorted(found.fields.items())))) == (
+        DRAFT,
+        repr(dict(sorted(SPACE.fields_for(ONE).items()))),
+    )
 
 
 def test_equal_fields_make_equal_bytes_in_any_order(tmp_path: Path) -> None:
@@ -259,7 +344,8 @@ def test_equal_fields_make_equal_bytes_in_any_order(tmp_path: Path) -> None:
         b'{"digest":5,"fields":{}}',
         b'{"digest":"%s","fields":[]}' % (b"02" * 32),
         b'{"digest":"%s","fields":{"a":1.5}}' % (b"02" * 32),
-        b'{"digest":"%s","fields":{"a":true}}' % (b"02" * 32),
+        b'{"digest":"%s","fields":{"a":null}}' % (b"02" * 32),
+        b'{"digest":"%s","fields":{"a":["b"]}}' % (b"02" * 32),
         b" " * (MAX_MANIFEST_BYTES + 1),
     ],
 )

@@ -18,6 +18,7 @@ from cli_store_kit import (
     Run,
     chunk,
     empty,
+    fill_draft,
     filled,
     flip_last_byte,
     names,
@@ -91,6 +92,28 @@ def test_verify_with_delete_removes_the_bad_objects_only(run: Run, store: FileSt
     assert run("verify", "--delete") == 1
     assert names(store) == before - bad
     assert run("verify") == 0
+
+
+def test_verify_checks_a_drafts_objects_beside_the_targets(
+    run: Run, store: FileStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, *_ = sorted(fill_draft(store))
+    assert run("verify") == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["good", "13"]
+    flip_last_byte(path_of(store, bad))
+    before = names(store)
+    assert run("verify", "--delete", "--json", "-") == 1
+    assert printed(capsys)["bad"] == [{"name": bad, "reason": "corrupt"}]
+    assert names(store) == before - {bad}
+
+
+def test_a_targets_object_under_a_drafts_name_is_found(
+    run: Run, store: FileStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *_ = sorted(fill_draft(store))
+    path_of(store, name).write_bytes(path_of(store, chunk(0).object_name(ONE)).read_bytes())
+    assert run("verify", "--json", "-") == 1
+    assert printed(capsys)["bad"] == [{"name": name, "reason": "foreign"}]
 
 
 def test_verify_goes_on_after_an_object_that_cannot_be_read_and_exits_with_two(

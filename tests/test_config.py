@@ -49,6 +49,7 @@ EVERYTHING: dict[str, tuple[object, object]] = {
 def test_an_empty_mapping_gives_the_documented_defaults() -> None:
     assert Config.parse({}) == Config()
     assert (Config().write, Config().load_threshold, Config().page_tokens) == (WritePolicy.THROUGH, 64, None)
+    assert (Config().draft, Config().draft_miss) == (DraftTier.PACKED, DraftMiss.RECOMPUTE)
 
 
 def test_every_setting_has_an_example_here() -> None:
@@ -83,6 +84,8 @@ def test_a_key_like_no_other_is_refused_without_a_guess() -> None:
 
 WRONG: list[tuple[str, object]] = [
     *(("store", value) for value in (None, 3, "", ["file://x"])),
+    *(("draft", value) for value in (None, "", True, "Packed", "serve")),
+    *(("draft_miss", value) for value in (None, "", 0, "Serve", "sidecar")),
     *(("page_tokens", value) for value in (0, -64, 64.0, "64", True)),
     *(("grid", value) for value in (2, "", "2", "0x1", "1x0", "2x", "-1x1", "2x4x6", " 1x1", "1+0x1", "+1x1")),
     *(("write", value) for value in (None, 1, "", "Through", "Never")),
@@ -115,6 +118,8 @@ def test_a_choice_that_is_not_known_names_the_closest_and_all() -> None:
         Config.parse({"write": "thru"})
     with pytest.raises(ConfigError, match=r"did you mean 'best_effort'\?"):
         Config.parse({"prefetch": "best-effort"})
+    with pytest.raises(ConfigError, match=r"did you mean 'sidecar'\? choose one of packed, sidecar$"):
+        Config.parse({"draft": "side-car"})
 
 
 @pytest.mark.parametrize(

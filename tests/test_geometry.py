@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -322,3 +323,66 @@ def test_a_draft_leaves_the_targets_objects_as_they_are(roles: tuple[RoleShape, 
     beside = PageLayout.suited(roles, 4, 4 * blocks, None)
     assert [cell for cell in beside.cells if cell.role is Role.TARGET] == list(alone.cells)
     assert [beside.grid_of(shape) for shape in roles[:1]] == [alone.grid]
+
+
+MODELS = {
+    "two objects less a layer": (RoleShape(Role.TARGET, 31, 2, 32 << 10), "1x1"),
+    "SmolLM2-135M": (RoleShape(Role.TARGET, 30, 3, 16 << 10), "1x1"),
+    "Llama-3.1-8B": (RoleShape(Role.TARGET, 32, 8, 32 << 10), "1x8"),
+    "Llama-3.1-70B": (RoleShape(Role.TARGET, 80, 8, 32 << 10), "2x8"),
+    "DeepSeek-V3": (RoleShape(Role.TARGET, 61, 1, 72 << 10), "31+30x1"),
+}
+"""Layers with their slabs of 64 tokens in 16 bits, and the grid that suits them."""
+
+DRAFTS: dict[str, Callable[[RoleShape], RoleShape]] = {
+    "one layer": lambda shape: replace(shape, role=Role.DRAFT, num_layers=1),
+    "itself": lambda shape: replace(shape, role=Role.DRAFT),
+    "fewer heads": lambda shape: RoleShape(Role.DRAFT, 5, 1, shape.slab_bytes // 2),
+    "more heads": lambda shape: RoleShape(Role.DRAFT, 5, 16, shape.slab_bytes),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_grid_that_suits_a_model_is_the_same_with_any_draft(model: str, draft: str) -> None:
+    shape, chosen = MODELS[model]
+    alone = PageLayout.suited((shape,), 64, 64, None)
+    beside = PageLayout.suited((shape, DRAFTS[draft](shape)), 64, 64, None)
+    assert str(alone.grid) == str(beside.grid) == chosen
+    assert beside.cells[: len(alone.cells)] == alone.cells
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_heads", "of_draft"),
+    [
+        ("1x1", 4, "1x1"),
+        ("2x4", 4, "1x4"),
+        ("2x4", 2, "1x2"),
+        ("2x4", 6, "1x2"),
+        ("31+30x8", 1, "1x1"),
+        ("1x3", 8, "1x1"),
+    ],
+)
+def test_a_draft_is_cut_in_as_many_head_groups_as_fit_both(grid: str, num_heads: int, of_draft: str) -> None:
+    target, draft = RoleShape(Role.TARGET, 61, 24, 64), RoleShape(Role.DRAFT, 2, num_heads, 32)
+    layout = PageLayout((target, draft), 16, 64, Grid.parse(grid))
+    assert (str(layout.grid_of(target)), str(layout.grid_of(draft))) == (grid, of_draft)
+    cells = [cell for cell in layout.cells if cell.role is Role.DRAFT]
+    assert len(cells) == layout.grid_of(draft).head_groups
+    assert {(cell.num_layers, cell.num_heads * len(cells)) for cell in cells} == {(2, num_heads)}
+
+
+def test_a_draft_lies_behind_the_target_in_a_slot_or_at_the_beginning_of_its_own_region() -> None:
+    layout = PageLayout((TARGET, DRAFT), 16, 64, Grid(2, 2))
+    (packed,) = Cut(1, (4,)).ranks(layout)
+    aside = replace(packed, has_sidecar=True)
+    places = [[(part.region, part.offset) for part in rank.parts] for rank in (packed, aside)]
+    assert places[0] == [(0, 0), (0, 2048), (0, 4096), (0, 6144), (0, 8192), (0, 8448)]
+    assert places[1] == [(0, 0), (0, 2048), (0, 4096), (0, 6144), (1, 0), (1, 256)]
+    assert (packed.region_bytes, aside.region_bytes) == ((8704,), (8192, 512))
+
+
+def test_a_stage_without_draft_layers_has_one_region_with_a_sidecar_too() -> None:
+    first, last = Cut(1, (2, 2)).ranks(PageLayout((TARGET, DRAFT), 16, 64, Grid(2, 1)))
+    assert replace(first, has_sidecar=True).region_bytes == first.region_bytes == (4096,)
+    assert replace(last, has_sidecar=True).region_bytes == (4096, 512)

@@ -138,14 +138,35 @@ def test_a_draft_on_the_last_stage_is_part_of_the_whole_model() -> None:
     assert agreed.encodings == {Role.TARGET: "made-up", Role.DRAFT: "draft's"}
 
 
+@pytest.mark.parametrize("first", range(4))
+def test_where_in_the_engine_the_draft_lies_and_who_comes_first_does_not_matter(first: int) -> None:
+    found = with_draft(0, 1)
+    assert agree(found[first:] + found[:first], 4) == agree(with_draft(2, 3), 4)
+
+
 def test_a_draft_of_which_heads_are_missing_is_refused() -> None:
     assert "no rank holds draft layer 0, KV head 2, of 2 layers and 4 heads" in refusal(with_draft(2))
+
+
+def test_a_draft_that_ranks_see_and_none_holds_is_refused() -> None:
+    found = [replace(each, holdings=each.holdings[:1]) for each in with_draft(2, 3)]
+    assert "no rank holds draft layer 0, KV head 0, of 2 layers and 4 heads" in refusal(found)
+
+
+def test_a_rank_with_another_encoding_of_the_draft_is_refused_with_both() -> None:
+    found = with_draft(2, 3)
+    found[3] = replace(found[3], encodings={**found[3].encodings, Role.DRAFT: "cpu-amx-b128"})
+    message = refusal(found)
+    assert message.startswith("rank 3 has another slab encoding than rank ")
+    assert "cpu-amx-b128 and draft's; give all ranks the same" in message
 
 
 def test_a_rank_with_another_draft_is_refused() -> None:
     found = with_draft(2, 3)
     found[3] = with_draft(2, 3, shape=replace(DRAFT, slab_bytes=16))[3]
-    assert "rank 3 has another layout of a page than rank 0" in refusal(found)
+    message = refusal(found)
+    assert message.startswith("rank 3 has another layout of a page than rank ")
+    assert message.index("slab_bytes=16") < message.rindex("slab_bytes=8")
 
 
 def test_a_gap_of_one_layer_between_stages_is_found() -> None:

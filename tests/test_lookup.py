@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_hicache.errors import StoreUnavailable
 from vllm_hicache.geometry import Cell, PageLayout, RoleShape
@@ -19,6 +24,7 @@ from vllm_hicache.storage.base import Store
 from vllm_hicache.storage.chunks import ChunkStore, RoleChunks
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
+from vllm_hicache.storage.memory import MemoryStore
 from vllm_hicache.storage.wrappers import StoreWrapper
 
 SHAPE = Grid(2, 2)
@@ -203,4 +209,55 @@ def test_the_run_ends_where_a_role_that_is_needed_is_missing(
     target, draft = (min(missing, default=80) for missing in holes)
     assert answer(lookup) == (min(target, draft) if needs_draft else target)
     assert lookup.num_whole == min(target, draft)
+    lookups.close()
+
+
+NUM_PAGES = 150
+"""More than two batches of 64 after the first page."""
+
+NAMES: dict[tuple[Role, str], list[PageKey]] = {
+    (role, state): [PageKey(f"{role}{state}{page}".encode().ljust(32)) for page in range(NUM_PAGES)]
+    for role in Role
+    for state in ("whole", "half", "absent")
+}
+"""Names of pages of which the store has all objects of a role, all but one, or none."""
+
+holes = st.dictionaries(st.integers(0, NUM_PAGES - 1), st.sampled_from(["half", "absent"]), max_size=3)
+
+
+@pytest.fixture(scope="module", params=["file", "memory"])
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RoleChunks]:
+    """Both roles of the pages that `NAMES` names, each in its namespace."""
+    is_memory, folder = request.param == "memory", str(tmp_path_factory.mktemp("store"))
+    store = MemoryStore(f"test-{uuid.uuid4().hex}", 1 << 24) if is_memory else FileStore(folder, 1 << 24)
+    store.probe()
+    chunks = RoleChunks(
+        {Role.TARGET: ChunkStore(store, b"n" * 32, SHAPE), Role.DRAFT: ChunkStore(store, b"d" * 32, Grid(1, 2))}
+    )
+    for role in Role:
+        cells = [cell for cell in DRAFT_CELLS if cell.role is role]
+        put(chunks, NAMES[role, "whole"], cells)
+        put(chunks, NAMES[role, "half"], cells[1:])
+    yield chunks
+    store.close()
+    if is_memory:
+        shutil.rmtree(store.root)
+
+
+def named(role: Role, num_pages: int, missing: dict[int, str]) -> list[PageKey]:
+    return [NAMES[role, missing.get(page, "whole")][page] for page in range(num_pages)]
+
+
+@settings(deadline=None)
+@given(st.integers(0, NUM_PAGES), holes, holes, st.booleans())
+def test_runs_are_those_that_a_count_page_by_page_finds(
+    stored: RoleChunks, num_pages: int, of_target: dict[int, str], of_draft: dict[int, str], needs_draft: bool
+) -> None:
+    lookups = StoreLookups(DRAFT_CELLS, Metrics(), needs_draft)
+    keys, plain = named(Role.DRAFT, num_pages, of_draft), named(Role.TARGET, num_pages, of_target)
+    lookup = lookups.begin(keys, stored, plain)
+    num_whole = len([*takewhile(lambda page: page not in {*of_target, *of_draft}, range(num_pages))])
+    num_target = len([*takewhile(lambda page: page not in of_target, range(num_pages))])
+    assert answer(lookup) == (num_whole if needs_draft else num_target)
+    assert lookup.num_whole == num_whole
     lookups.close()

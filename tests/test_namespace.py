@@ -10,7 +10,7 @@ import pytest
 from vllm_hicache.grid import Grid
 from vllm_hicache.keys import PageKeys, chain_root
 from vllm_hicache.names import MissReason, PageKey, Role
-from vllm_hicache.namespace import DraftSpace, Namespace, difference
+from vllm_hicache.namespace import DraftSpace, Namespace, Spaces, difference
 from vllm_hicache.storage.chunks import ChunkStore
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.file import FileStore
@@ -120,6 +120,7 @@ def test_the_difference_names_fields_that_only_one_of_them_has() -> None:
 
 
 DRAFT = DraftSpace("eagle", "weights", "auto", "none", "cpu-vec-b32", 1, 2, 4096, "1x1", True)
+GOLDEN_DRAFT = "494057c3760ac68ab44540fe281ef71f6d7119d1cac8412a33f646f105d6e5cb"
 DRAFT_CHANGES: dict[str, str | int] = {
     "method": "draft_model",
     "model": "other weights",
@@ -147,3 +148,17 @@ def test_each_field_changes_the_namespace_of_a_draft(field: str) -> None:
 def test_the_same_draft_beside_another_target_has_another_namespace() -> None:
     digests = {DRAFT.digest_for(space.digest()) for space in (SPACE, SPACE.bumped("nonce"))}
     assert len(digests | {SPACE.digest()}) == 3
+
+
+def test_the_digest_of_a_draft_has_not_drifted() -> None:
+    assert DRAFT.digest_for(SPACE.digest()).hex() == GOLDEN_DRAFT
+
+
+def test_a_draft_names_its_target_in_hexadecimal() -> None:
+    assert DRAFT.fields_for(bytes(range(32)))["target"] == bytes(range(32)).hex()
+
+
+def test_the_spaces_of_engines_are_equal_where_both_digests_are() -> None:
+    target, draft = SPACE.digest(), DRAFT.digest_for(SPACE.digest())
+    assert {Spaces(target), Spaces(target, draft)} == {Spaces(target, draft), Spaces(target, None)}
+    assert len({Spaces(target), Spaces(target, draft), Spaces(draft, target), Spaces(draft)}) == 4

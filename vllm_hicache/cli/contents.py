@@ -11,9 +11,14 @@ from dataclasses import dataclass
 
 from vllm_hicache.errors import StoreError
 from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.envelope import NAMESPACE_BYTES, namespace_part
 from vllm_hicache.storage.manifest import Manifest, Unreadable, read_manifests
 
 _LISTING_LIMIT_S = 10.0
+_OF_DRAFT = "target"
+"""Names, in hexadecimal, the namespace beside which a draft's lies (`DraftSpace.fields_for`)."""
+
+_PART_LENGTH = len(namespace_part(bytes(NAMESPACE_BYTES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +61,9 @@ def manifest_of(store: Store, part: str) -> Manifest | Unreadable | None:
         return read_manifests(store, [part]).get(part)
     except StoreError as error:  # miss: the rest of the listing is worth having
         return Unreadable(str(error))
+
+
+def draft_of(fields: Mapping[str, str | int]) -> str | None:
+    """What a draft's namespace is and beside which it lies, by the fields of its manifest; `None` for any other's."""
+    target = fields.get(_OF_DRAFT)
+    return None if target is None else f"draft ({fields.get('method')}) beside namespace {str(target)[:_PART_LENGTH]}"

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 from vllm_hicache.cli.asked import Asked
-from vllm_hicache.cli.contents import Contents
+from vllm_hicache.cli.contents import Contents, draft_of
 from vllm_hicache.cli.probe import ModelFacts, known_fields
 from vllm_hicache.cli.report import BY_ENGINE, Line, ok, warn
 from vllm_hicache.namespace import Namespace, difference
-from vllm_hicache.storage.envelope import NAMESPACE_BYTES, namespace_part
 from vllm_hicache.storage.manifest import Manifest, Unreadable
 
 _SHARED_SETTINGS = frozenset({"generation", "page_tokens", "grid"})
@@ -25,10 +24,6 @@ _WAYS_OUT = {
     "protection": "give both the same VLLM_HICACHE_SEAL_KEY and VLLM_HICACHE_ENCRYPTION_KEY",
     "format_version": "install the same vllm-hicache release for both",
 }
-_OF_DRAFT = "target"
-"""Names, in hexadecimal, the namespace beside which a draft's lies (`DraftSpace.fields_for`)."""
-
-_PART_LENGTH = len(namespace_part(bytes(NAMESPACE_BYTES)))
 
 Fields = Mapping[str, str | int]
 
@@ -48,14 +43,13 @@ def namespace_lines(asked: Asked, facts: ModelFacts | None, contents: Contents |
         yield from [] if contents is None else [warn("in_store", contents)]
         return
     found = {part: one.fields for part, one in contents.manifests.items() if isinstance(one, Manifest)}
-    drafts = {part: there for part, there in found.items() if _OF_DRAFT in there}
+    drafts = {part: told for part, there in found.items() if (told := draft_of(there)) is not None}
     for part, manifest in contents.manifests.items():
         if part not in drafts:
             yield _compared(part, manifest, known, facts)
     yield from _siblings({part: there for part, there in found.items() if part not in drafts})
-    for part, there in drafts.items():
-        target, method = str(there[_OF_DRAFT])[:_PART_LENGTH], there.get("method")
-        yield ok(part, f"draft ({method}) beside namespace {target}; shared with the same draft alone", False)
+    for part, told in drafts.items():
+        yield ok(part, f"{told}; shared with the same draft alone", False)
 
 
 def _compared(part: str, found: Manifest | Unreadable, known: Fields, facts: ModelFacts | None) -> Line:

@@ -16,7 +16,7 @@ from contextlib import closing
 from functools import partial
 
 from vllm_hicache.cli.advice import Evicting
-from vllm_hicache.cli.contents import manifest_of
+from vllm_hicache.cli.contents import draft_of, manifest_of
 from vllm_hicache.cli.output import EXIT_ERROR, EXIT_GOOD, Json, age, bar, emit, plain, table
 from vllm_hicache.cli.removal import gc
 from vllm_hicache.cli.sweep import listed
@@ -160,7 +160,9 @@ def _fields(manifest: Manifest | Unreadable | None, long: bool) -> str:
         return plain(f"(unreadable manifest: {manifest.why})")
     fields = manifest.fields
     shown = sorted(fields) if long else [name for name in _SHORT_FIELDS if name in fields]
-    return plain(" ".join(f"{name}={fields[name]}" for name in shown)) or f"({len(fields)} fields: --long)"
+    told = " ".join(f"{name}={fields[name]}" for name in shown) or f"({len(fields)} fields: --long)"
+    draft = draft_of(fields)
+    return plain(told if draft is None else f"{draft}: {told}")
 
 
 def _namespace_json(one: NamespaceSummary, manifest: Manifest | Unreadable | None) -> Json:

@@ -64,7 +64,8 @@ class RoleChunks:
         found = [False] * len(chunks)
         for role, store in self._by_role.items():
             places = [place for place, chunk in enumerate(chunks) if chunk.role is role]
-            for place, is_there in zip(places, store.present([chunks[place] for place in places]), strict=True):
+            answers = store.present([chunks[place] for place in places]) if places else []
+            for place, is_there in zip(places, answers, strict=True):
                 found[place] = is_there
         return found
 

@@ -79,8 +79,8 @@ def parse_manifest(data: bytes, part: str) -> Manifest | Unreadable:
     digest, fields = _digest(content["digest"]), content["fields"]
     if digest is None or namespace_part(digest) != part:
         return Unreadable("digest of another namespace")
-    if not isinstance(fields, dict) or not all(type(value) in (str, int) for value in fields.values()):
-        return Unreadable("fields are not all strings and integers")
+    if not isinstance(fields, dict) or not all(isinstance(value, str | int) for value in fields.values()):
+        return Unreadable("fields are not all strings, integers and booleans")
     return Manifest(digest, fields)
 
 
