@@ -81,7 +81,7 @@ class Rig:
         self.device = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         layers = {f"model.layers.{first + number}.attn": layer for number, layer in enumerate(self.device.unbind(0))}
         self.pool = HostPool(num_pages, self.geometry.slot_bytes)
-        self.pool.tensor.fill_(1)
+        self.pool.regions[0].fill_(1)
         self.copier = CpuCopier(DeviceCache.from_tensors(layers, BLOCK_TOKENS), self.pool, self.geometry)
         order = random.Random(0).sample(range(num_pages), num_pages)
         self.moves = [
@@ -143,7 +143,7 @@ def measure(case: Case, num_pages: int, num_rounds: int) -> list[Row]:
     """Pack and unpack of one case, after a proof that they are right."""
     rig = Rig(case, num_pages)
     rig.prove()
-    host, device = rig.pool.tensor.view(-1).numpy(), rig.device.view(-1).numpy()
+    host, device = rig.pool.regions[0].view(-1).numpy(), rig.device.view(-1).numpy()
     works = {
         "pack": rig.pack,
         "copy away": lambda: np.copyto(host, device),

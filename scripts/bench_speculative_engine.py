@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matrix_worker
-from engine_process import ENVIRONMENT, EngineError
+from engine_job import RestingEngine, run_program, stop, total_of, transfer_config
 from matrix_cut import PAGE_TOKENS
-from matrix_engine import end, stop
 from versions import versions
 
 if TYPE_CHECKING:
@@ -42,8 +38,6 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens_per_pos"
 DEVICE_HITS = "vllm:prefix_cache_hits"
 TIER_HITS = "vllm:hicache_hit_tokens"
 BARE_PAGES = "vllm:hicache_pages_without_draft"
-OPEN_OPERATIONS = "vllm:hicache_open_operations"
-_PAUSE_S = 0.02
 
 
 class Take(StrEnum):
@@ -163,30 +157,15 @@ def run_job(job: Job, folder: Path, log: Path) -> Record:
     Raises:
         EngineError: the engine did not start, failed, or took longer than the job's limit.
     """
-    folder.mkdir()
-    (folder / "job.json").write_text(json.dumps(asdict(job)))
-    environment = {**ENVIRONMENT, **os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)], stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-        try:
-            status = process.wait(job.limit_s)
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"it took longer than {job.limit_s:.0f} s (its log: {log})") from None
-        finally:
-            end(process)
-    if status:
-        raise EngineError(f"it ended with status {status} (its log: {log})")
-    raw = json.loads((folder / "record.json").read_text())
+    raw = run_program(__file__, asdict(job), folder, log, job.limit_s, {})
     return Record([Sample.of(sample) for sample in raw["samples"]], raw["start_s"], raw["versions"])
 
 
-class Engine:
+class Engine(RestingEngine):
     """A started engine, asked one request at a time."""
 
     def __init__(self, llm: LLM, output_tokens: int) -> None:
-        self._llm = llm
+        super().__init__(llm, SETTLE_LIMIT_S)
         self._output_tokens = output_tokens
         self._names = map(str, itertools.count())
 
@@ -206,18 +185,8 @@ class Engine:
         self.settle()
         return Sample(take, number, tokens, ttft_s, tpot_s, total_s, counts)
 
-    def poison(self) -> None:
-        """Empty vLLM's own prefix cache, once saves have let go of its blocks, and overwrite every block."""
-        self._wait(self._llm.reset_prefix_cache)
-        self._llm.collective_rpc(matrix_worker.poison)
-
-    def settle(self) -> None:
-        """Wait until every save and flush has ended."""
-        self._wait(self._is_settled)
-
-    def _is_settled(self) -> bool:
-        self._ask(range(8), 2)  # metrics move with a step only
-        return total_of(self._llm.get_metrics(), OPEN_OPERATIONS) == 0
+    def _stir(self, prompt: Sequence[int], max_tokens: int) -> None:
+        self._ask(prompt, max_tokens)
 
     def _ask(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float, float, float]:
         """Tokens, and the times of a sample."""
@@ -230,13 +199,6 @@ class Engine:
             (time.perf_counter() - start_s, list(output.outputs[0].token_ids)) for output in outputs_of(self._llm)
         ]
         return arrivals[-1][1], *times_of([(seconds, len(tokens)) for seconds, tokens in arrivals])
-
-    def _wait(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + SETTLE_LIMIT_S
-        while not condition():
-            if time.monotonic() > deadline:
-                raise EngineError(f"saves had not ended after {SETTLE_LIMIT_S:.0f} s")
-            time.sleep(_PAUSE_S)
 
 
 def outputs_of(llm: LLM) -> Iterator[RequestOutput]:
@@ -266,11 +228,6 @@ def counts_of(metrics: Sequence[Any]) -> Counts:
     return Counts(total_of(metrics, DRAFTS), tuple(accepted), hits, total_of(metrics, BARE_PAGES))
 
 
-def total_of(metrics: Sequence[Any], name: str) -> int:
-    """Of all metrics of that name."""
-    return sum(round(metric.value) for metric in metrics if metric.name == name)
-
-
 def samples_of(engine: Engine, job: Job) -> list[Sample]:
     """Every take of every prompt."""
     first = next(iter(job.prompts.values()))
@@ -284,13 +241,7 @@ def start(job: Job) -> LLM:
 
     options: dict[str, Any] = {}
     if job.connector is not None:
-        options["kv_transfer_config"] = {
-            "kv_connector": "HiCacheConnector",
-            "kv_connector_module_path": "vllm_hicache.connectors",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": job.connector,
-        }
+        options["kv_transfer_config"] = transfer_config(job.connector)
     if job.has_draft:
         options["speculative_config"] = {
             "method": "draft_model",

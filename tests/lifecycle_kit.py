@@ -34,6 +34,21 @@ def preempt_after_every_load(engine: SimulatedEngine, text: Sequence[int]) -> Jo
     return engine.jobs[name]
 
 
+def new_weights(engine: SimulatedEngine) -> None:
+    """Change the weights, and reset the cache as one does then."""
+    engine.weights += 1
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+def check_reset(engine: SimulatedEngine, text: Sequence[int], num_tokens: int) -> None:
+    """Nothing of a text from before a reset is served afterwards, and `num_tokens` of it from then on."""
+    engine.serve(text)
+    new_weights(engine)
+    assert engine.serve(text).num_external == 0
+    engine.drop_device()
+    assert engine.serve(text).num_external == num_tokens
+
+
 def check_ranks_agreed(engines: Iterable[SimulatedEngine]) -> None:
     """Ranks may have come to other lengths, but did the same in the same order."""
     for engine in engines:

@@ -68,8 +68,7 @@ class Member(Rig):
     ) -> None:
         super().__init__(layout, blocks_per_page, grid, 1, 1, (0, layout.layers), (0, layout.heads), replica)
         self.geometry: RankGeometry = replace(self.geometry, shard=shard, has_sidecar=has_sidecar)
-        main_bytes, *sidecar = self.geometry.region_bytes
-        self.pool = HostPool(num_rows, main_bytes, shard=shard, sidecar_bytes=sum(sidecar))
+        self.pool = HostPool(num_rows, *self.geometry.region_bytes, shard=shard)
         self.copier = CpuCopier(self.cache, self.pool, self.geometry)
         self.poison_device()
         self.poison_slots()

@@ -8,7 +8,6 @@ leaves noise too. Thread: the test's.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 from simulated_engine import SimulatedEngine
 from simulated_model import (
     BLOCK,
-    HEAD_SIZE,
     LAYERS,
     POISON,
     VOCABULARY,
@@ -35,6 +33,7 @@ from simulated_model import (
     mixed,
     next_token,
     stored_page,
+    write_model,
 )
 from simulated_rank import Batch, SimulatedRank, Span, sampled
 from vllm.config import LoadConfig, SpeculativeConfig, VllmConfig
@@ -121,21 +120,7 @@ class Draft:
 
 
 def _write_model(folder: Path, draft: Draft) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    shape = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4 * HEAD_SIZE,
-        "intermediate_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": draft.heads,
-        "head_dim": draft.head_size,
-        "num_hidden_layers": draft.layers,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(shape))
+    write_model(folder, draft.heads, draft.head_size, draft.layers)
     save_file({"weights": torch.tensor(list(draft.weights.encode()))}, folder / "model.safetensors")
 
 
@@ -298,7 +283,9 @@ class DraftingEngine(SimulatedEngine):
     def check_at_rest(self) -> None:
         super().check_at_rest()
         used = self.tier.num_slots - self.tier.num_free
-        assert len(self.half._operations._plain) == (used if self.looks_ahead else 0), "names of pages that have gone"
+        assert len(self.half._operations._storable._plain) == (used if self.looks_ahead else 0), (
+            "names of pages that have gone"
+        )
         for job in self.jobs.values():
             if self.half._store is not None and job.request.lora_request is None and job.weights == self.weights:
                 for page, found in enumerate(self.stored_drafts(job)):

@@ -257,7 +257,7 @@ def engine_config(
 ) -> VllmConfig:
     """vLLM's configuration of the scheduler's process; without `settings` there is no connector."""
     model = model / f"{cut.num_heads}-heads"
-    _write_model(model, cut.num_heads)
+    write_model(model, cut.num_heads)
     transfer = KVTransferConfig(
         kv_connector="HiCacheConnector",
         kv_connector_module_path="vllm_hicache.connectors",
@@ -327,7 +327,8 @@ def check_targets(pool: BlockPool, loads: Sequence[LoadOp]) -> None:
             assert (block.ref_cnt, block.block_hash) == (1, None), f"a load for {load.request_id} writes {block}"
 
 
-def _write_model(folder: Path, num_heads: int) -> None:
+def write_model(folder: Path, num_heads: int, head_size: int = HEAD_SIZE, num_layers: int = LAYERS) -> None:
+    """The config of a Llama with these KV heads and layers."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = {
         "architectures": ["LlamaForCausalLM"],
@@ -336,8 +337,8 @@ def _write_model(folder: Path, num_heads: int) -> None:
         "intermediate_size": 32,
         "num_attention_heads": 4,
         "num_key_value_heads": num_heads,
-        "head_dim": HEAD_SIZE,
-        "num_hidden_layers": LAYERS,
+        "head_dim": head_size,
+        "num_hidden_layers": num_layers,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16",

@@ -74,7 +74,7 @@ def half() -> Any:
 
 
 def written_rows(worker: Worker) -> int:
-    return int(half()._pool.tensor.any(dim=1).sum())
+    return int(half()._pool.regions[0].any(dim=1).sum())
 
 
 def damage_next_page(worker: Worker) -> None:

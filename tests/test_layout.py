@@ -91,7 +91,7 @@ class Rank:
             BLOCK_TOKENS,
         )
         self.pool = HostPool(NUM_SLOTS, geometry.slot_bytes)
-        self.pool.tensor.fill_(POISON)
+        self.pool.regions[0].fill_(POISON)
         self.copier = CpuCopier(cache, self.pool, geometry)
         self.blocks = random.Random(seed).sample(range(NUM_BLOCKS), geometry.blocks_per_page)
 
@@ -152,7 +152,7 @@ class Rank:
                 expected[:, block] = own[:, :, position].reshape(expected[:, block].shape)
             np.testing.assert_array_equal(self.layers[holding.role].numpy(), expected)
         others = [slot for slot in range(NUM_SLOTS) if slot != self.slot]
-        assert bool((self.pool.tensor[others] == POISON).all())
+        assert bool((self.pool.regions[0][others] == POISON).all())
 
 
 def write(layout: PageLayout, writer: Cut, page: Page, chunks: ChunkStore, key: PageKey) -> list[list[ObjectName]]:
@@ -228,7 +228,7 @@ def test_heads_four_and_five_of_the_second_half_of_the_layers_are_one_range_of_o
     (cell,) = (cell for cell in layout.cells if (cell.first_layer, cell.first_head) == (30, 4))
     (part,) = (part for part in Cut(2, (60,)).ranks(layout)[1].parts if part.cell == cell)
     rank = read(layout, Cut(2, (60,)), page, chunks, KEY)[1]
-    slot = rank.pool.tensor[rank.slot].numpy().tobytes()
+    slot = rank.pool.regions[0][rank.slot].numpy().tobytes()
     assert slot[part.offset : part.offset + part.num_bytes] == expected
     assert content(store, ChunkId.of(KEY, cell)).endswith(expected)
     assert (part.runs, len(expected)) == ((UnitRun(0, 0, 60),), cell.num_bytes)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lifecycle_kit import check_stored, prompt
-from simulated_engine import SimulatedEngine, Start, engines_on
+from lifecycle_kit import check_reset, check_stored, new_weights, prompt
+from simulated_engine import Start, engines_on
 from simulated_faults import CopyGates, StoreFaults, gated_copies
 from simulated_model import BLOCK
 from simulated_traffic import Traffic
@@ -437,21 +437,12 @@ class TestIdentity:
 class TestReset:
     """D3. New weights: what was computed with the old ones is served to nobody."""
 
-    def reset(self, engine: SimulatedEngine) -> None:
-        engine.weights += 1
-        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-
     def test_nothing_from_before_is_served_afterwards(self, start: Start) -> None:
-        engine, text = start(), prompt(100)
-        engine.serve(text)
-        self.reset(engine)
-        assert engine.serve(text).num_external == 0
-        engine.drop_device()
-        assert engine.serve(text).num_external == 96
+        check_reset(start(), prompt(100), 96)
 
     def test_nothing_from_afterwards_is_served_to_a_new_engine(self, start: Start) -> None:
         engine, text = start(), prompt(100)
-        self.reset(engine)
+        new_weights(engine)
         engine.serve(text)
         other = start()
         assert other.serve(text).num_external == 0

@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from lifecycle_kit import check_ranks_agreed, check_stored, preempt_after_every_load, prompt
+from lifecycle_kit import check_ranks_agreed, check_reset, check_stored, preempt_after_every_load, prompt
 from simulated_draft import Draft, DraftingEngine, DraftingRank, start_of
 from simulated_engine import SimulatedEngine, engines_on
 from simulated_faults import StoreFaults
@@ -167,7 +167,7 @@ class TestTiers:
     def test_stages_without_draft_layers_keep_pages_of_the_target_alone(self, start: Start) -> None:
         engine = start(PACKED, Cut(1, 2), num_slots=10)
         engine.serve(TEXT)
-        sizes = [rank.half._pool.row_bytes for rank in engine.ranks]
+        sizes = [rank.half._pool.slot_bytes for rank in engine.ranks]
         assert sizes == [
             engine.ranks[0].share.page_bytes(BLOCK),
             engine.ranks[1].share.page_bytes(BLOCK) + PACKED.page_bytes(BLOCK, slice(0, 1)),
@@ -223,9 +223,9 @@ class TestNextToken:
         job = engine.serve(other)
         assert job.num_local >= 48
         assert list(engine.stored_drafts(job))[2] is None
-        assert engine.half._operations._doubtful <= set(engine.keys(job))
+        assert engine.half._operations._storable._doubtful <= set(engine.keys(job))
         engine.serve(prompt(97, 8))
-        assert not engine.half._operations._doubtful
+        assert not engine.half._operations._storable._doubtful
 
 
 class TestSharing:
@@ -442,10 +442,4 @@ class TestTraffic:
 
     @every_draft
     def test_nothing_from_before_a_reset_is_served_afterwards(self, start: Start, draft: Draft) -> None:
-        engine = start(draft)
-        engine.serve(TEXT)
-        engine.weights += 1
-        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-        assert engine.serve(TEXT).num_external == 0
-        engine.drop_device()
-        assert engine.serve(TEXT).num_external == 96
+        check_reset(start(draft), TEXT, 96)

@@ -17,6 +17,7 @@ import pytest
 from lifecycle_kit import (
     Gates,
     check_ranks_agreed,
+    check_reset,
     check_stored,
     object_name,
     preempt_after_every_load,
@@ -120,13 +121,7 @@ class TestEveryCut:
 
     @every_cut
     def test_nothing_from_before_a_reset_is_served_afterwards(self, start: Start, cut: Cut) -> None:
-        engine = start(cut)
-        engine.serve(TEXT)
-        engine.weights += 1
-        assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-        assert engine.serve(TEXT).num_external == 0
-        engine.drop_device()
-        assert engine.serve(TEXT).num_external == 96
+        check_reset(start(cut), TEXT, 96)
 
 
 class TestOneRankCannot:

@@ -141,9 +141,9 @@ def test_plain_names_are_forgotten_with_the_pages_that_leave_host_memory(
     rig = make(open_store, num_slots=4, draft=AHEAD, write=write)
     for first in range(1, 9):
         rig.run(f"r{first}", prompt(3.5, first))
-        assert len(rig.half._operations._plain) == rig.half.tier.num_slots - rig.half.tier.num_free
+        assert len(rig.half._operations._storable._plain) == rig.half.tier.num_slots - rig.half.tier.num_free
     rig.half.reset("new weights")
-    assert not rig.half._operations._plain
+    assert not rig.half._operations._storable._plain
     assert stored(gate, Role.TARGET) <= {key for first in range(1, 9) for key in plain_keys_of(first)}
 
 
@@ -156,7 +156,7 @@ def plain_keys_of(first: int) -> list[PageKey]:
 def test_without_looking_ahead_there_are_no_other_names(make: MakeRig, open_store: OpenStore) -> None:
     rig = make(open_store, draft=PLAIN)
     rig.run("a", prompt(3))
-    assert not rig.half._operations._plain
+    assert not rig.half._operations._storable._plain
 
 
 # What the store lacks

@@ -25,11 +25,11 @@ from scheduler_kit import (
 
 from vllm_hicache.errors import InvariantError
 from vllm_hicache.events import PageRemoved, PageStored
+from vllm_hicache.index.host import runs_of
 from vllm_hicache.keys import ExtraKey
 from vllm_hicache.lookup import Lookup
 from vllm_hicache.names import MissReason, OpId, PageKey, Phase, RequestId, Tier
 from vllm_hicache.namespace import Spaces
-from vllm_hicache.operations import runs_of
 from vllm_hicache.plan import FlushOp, LoadOp, OpReport, Plan, SaveOp
 from vllm_hicache.scheduler import Offer
 from vllm_hicache.storage.chunks import RoleChunks

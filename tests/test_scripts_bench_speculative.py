@@ -13,6 +13,7 @@ from typing import Any
 
 import bench_speculative_engine
 import bench_speculative_run
+import engine_job
 import matrix_worker
 import pytest
 from bench_speculative_engine import (
@@ -21,7 +22,6 @@ from bench_speculative_engine import (
     DEVICE_HITS,
     DRAFTS,
     NUM_DRAFTED,
-    OPEN_OPERATIONS,
     TIER_HITS,
     Counts,
     Engine,
@@ -170,7 +170,7 @@ class FakeLlm:
 
     def get_metrics(self) -> list[SimpleNamespace]:
         counted = metrics(self._num_drafts, [self._num_drafts] * NUM_DRAFTED)
-        return [*counted, metric(OPEN_OPERATIONS, max(0, self._num_open))]
+        return [*counted, metric(engine_job.OPEN_OPERATIONS, max(0, self._num_open))]
 
     def reset_prefix_cache(self) -> bool:
         self._num_resets += 1
@@ -184,7 +184,7 @@ class FakeLlm:
 def llm(monkeypatch: pytest.MonkeyPatch) -> FakeLlm:
     fake_vllm = SimpleNamespace(SamplingParams=lambda **named: SimpleNamespace(**named))
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
-    monkeypatch.setattr(bench_speculative_engine, "_PAUSE_S", 0)
+    monkeypatch.setattr(engine_job, "_PAUSE_S", 0)
     return FakeLlm()
 
 

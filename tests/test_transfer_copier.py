@@ -125,7 +125,7 @@ def test_layers_in_several_runs_make_one_page() -> None:
     pool = HostPool(1, geometry.slot_bytes)
     make_copier(cache, pool, geometry).save([move(0, 0, [6, 2])], None)
     assert len(cache.runs) == 3
-    assert pool.tensor[0].numpy().tobytes() == page_bytes(rig.tensors, [6, 2], Grid(2, 1))
+    assert pool.regions[0][0].numpy().tobytes() == page_bytes(rig.tensors, [6, 2], Grid(2, 1))
 
 
 def test_memory_of_this_process_is_copied_by_the_cpu_copier() -> None:
@@ -192,5 +192,5 @@ def test_a_page_comes_back_byte_for_byte_on_a_cuda_device() -> None:
     copier = make_copier(cache, pool, rig.geometry)
     copier.save([move(0, 1, [0, 1])], copier.fence())
     copier.load([move(0, 1, [8, 9])], copier.fence())
-    assert pool.tensor[1].numpy().tobytes() == rig.page([0, 1])
+    assert pool.regions[0][1].numpy().tobytes() == rig.page([0, 1])
     assert page_bytes({name: tensor.cpu() for name, tensor in storage.items()}, [8, 9], rig.grid) == rig.page([0, 1])

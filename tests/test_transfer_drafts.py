@@ -124,7 +124,10 @@ def test_packed_and_sidecar_take_the_same_memory_in_one_region_or_in_two(make: M
     halves = packed.page([0])
     assert packed.pool.region_bytes == (len(halves[Role.TARGET]) + len(halves[Role.DRAFT]),)
     assert sidecar.pool.region_bytes == (len(halves[Role.TARGET]), len(halves[Role.DRAFT]))
-    assert (packed.pool.row_bytes, packed.geometry.slot_bytes) == (sidecar.pool.row_bytes, sidecar.geometry.slot_bytes)
+    assert (packed.pool.slot_bytes, packed.geometry.slot_bytes) == (
+        sidecar.pool.slot_bytes,
+        sidecar.geometry.slot_bytes,
+    )
 
 
 @every_draft
@@ -354,7 +357,7 @@ def test_ranks_give_each_other_both_halves_of_every_page(num_owners: int, has_si
 def test_a_byte_that_is_damaged_on_its_way_in_either_half_is_noticed(has_sidecar: bool, of_row: float) -> None:
     """Two thirds of a row are the target's."""
     group, meeting = Group(2, has_sidecar=has_sidecar), Meeting(2, 5.0)
-    place = int(of_row * (group.members[0].pool.row_bytes - 1))
+    place = int(of_row * (group.members[0].pool.slot_bytes - 1))
     exchanges = group.exchanges([Damaging(0, meeting, place), ThreadCollective(1, meeting)])
     damaged, whole = exchanged(group, exchanges)
     assert (damaged, whole) == (

@@ -14,16 +14,16 @@ from vllm_hicache.transfer.host import HostPool
 @pytest.fixture(params=[{}, {"layers": (1, 3), "heads": (1, 4)}], ids=["whole", "part"])
 def rig(request: pytest.FixtureRequest) -> Rig:
     rig = Rig(Layout(layers=3, heads=4, draft_layers=2), grid=Grid(2, 2), num_slots=3, **request.param)
-    rig.pool.tensor.zero_()
+    rig.pool.regions[0].zero_()
     return rig
 
 
 def test_slots_are_disjoint() -> None:
     pool = HostPool(3, 100)
     for slot in range(3):
-        pool.tensor[slot].fill_(slot + 1)
-    assert [pool.tensor[slot].unique().tolist() for slot in range(3)] == [[1], [2], [3]]
-    assert (pool.num_slots, pool.slot_bytes, pool.tensor.shape) == (3, 100, (3, 100))
+        pool.regions[0][slot].fill_(slot + 1)
+    assert [pool.regions[0][slot].unique().tolist() for slot in range(3)] == [[1], [2], [3]]
+    assert (pool.num_slots, pool.slot_bytes, pool.regions[0].shape) == (3, 100, (3, 100))
 
 
 def test_the_parts_of_a_slot_tile_it_without_gaps_or_overlaps(rig: Rig) -> None:
@@ -50,8 +50,8 @@ def test_a_pool_that_cannot_be_mapped_is_refused_with_its_size(num_slots: int) -
 
 def test_committing_ahead_leaves_the_content_of_slots_as_it_is() -> None:
     pool = HostPool(5, 3 * 4096)
-    pool.tensor[1].fill_(7)
+    pool.regions[0][1].fill_(7)
     pool.commit_ahead()
     pool.close()
-    assert pool.tensor[1].eq(7).all()
-    assert not pool.tensor[0].any()
+    assert pool.regions[0][1].eq(7).all()
+    assert not pool.regions[0][0].any()

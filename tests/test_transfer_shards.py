@@ -45,9 +45,9 @@ def test_a_part_of_a_slot_is_written_in_its_row_alone() -> None:
     rank.poison_slots()
     (part, *_) = rank.geometry.parts
     rank.pool.part(Slot(7), part)[:] = bytes(part.num_bytes)
-    zeroed = [row for row in range(pool.num_rows) if not rank.pool.tensor[row, : part.num_bytes].any()]
+    zeroed = [row for row in range(pool.num_rows) if not rank.pool.regions[0][row, : part.num_bytes].any()]
     assert zeroed == [2]
-    assert rank.pool.tensor[2, part.num_bytes :].eq(0xA5).all()
+    assert rank.pool.regions[0][2, part.num_bytes :].eq(0xA5).all()
 
 
 def test_a_pool_without_a_row_is_refused() -> None:
@@ -123,7 +123,7 @@ def test_a_save_brings_every_page_to_its_owner_alone(make_team: MakeTeam, num_ow
         own = [page for page in group.owned_by(rank.member) if page != NUM_PAGES - 1]
         assert [rank.member.slot(group.slot(page)) for page in own] == [group.content(page) for page in own]
         others = set(range(group.num_rows)) - {rank.member.pool.row(Slot(group.slot(page))) for page in own}
-        assert all(rank.member.pool.tensor[row].eq(0xA5).all() for row in others)
+        assert all(rank.member.pool.regions[0][row].eq(0xA5).all() for row in others)
         assert rank.bytes_moved() == {"save": len(own) * rank.member.geometry.slot_bytes}
 
 

@@ -315,8 +315,8 @@ def test_a_slot_of_each_rank_holds_the_pages_of_its_own(make_engine: MakeEngine)
         pool = half._pool
         expected = [engine.content(rank, page) for page in range(NUM_PAGES) if (page + 1) % 2 == rank]
         first = 1 - rank  # slot 0, of rank 0, is nobody's
-        assert [row.numpy().tobytes() for row in pool.tensor[first : first + 4]] == expected
-        assert not pool.tensor[first + 4 :].any()
+        assert [row.numpy().tobytes() for row in pool.regions[0][first : first + 4]] == expected
+        assert not pool.regions[0][first + 4 :].any()
 
 
 def test_a_grid_of_several_objects_is_exchanged_whole(make_engine: MakeEngine) -> None:

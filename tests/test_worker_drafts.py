@@ -160,7 +160,7 @@ def test_a_sidecar_has_as_many_rows_as_the_targets_region(make_half: MakeHalf, d
     rows = packed.hand_over().num_rows
     assert (sidecar.hand_over().num_rows, sidecar.hand_over().slot_bytes) == (rows, packed.hand_over().slot_bytes)
     assert [region.shape[0] for region in sidecar._pool.regions] == [rows, rows]
-    assert sidecar._pool.slot_bytes == alone.hand_over().slot_bytes < packed.hand_over().slot_bytes
+    assert sidecar._pool.region_bytes[0] == alone.hand_over().slot_bytes < packed.hand_over().slot_bytes
 
 
 # Cuts

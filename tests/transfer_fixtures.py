@@ -205,7 +205,7 @@ class Rig:
         return page_bytes(self.tensors, blocks, self.grid)
 
     def slot(self, slot: int) -> bytes:
-        return self.pool.tensor[slot].numpy().tobytes()
+        return self.pool.regions[0][slot].numpy().tobytes()
 
     def block(self, block: int) -> bytes:
         return block_bytes(self.tensors, block)
@@ -219,7 +219,7 @@ class Rig:
             write_block(self.tensors, block)
 
     def poison_slots(self) -> None:
-        self.pool.tensor.fill_(POISON)
+        self.pool.regions[0].fill_(POISON)
 
 
 class Gate:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from vllm_hicache.names import PageKey
+from vllm_hicache.names import PageKey, Slot
+from vllm_hicache.plan import PageMove
 
 
 class BarePages:
@@ -49,3 +50,36 @@ class BarePages:
         elif self._keys:
             for key in keys:
                 self._keys.pop(key, None)
+
+
+class StorablePages:
+    """Under which names pages of the tree are stored, and whether what they have of the draft may be.
+
+    A page is doubtful whose last place of the draft may belong to a chain with another next token.
+
+    Args:
+        bare: pages without draft state.
+    """
+
+    def __init__(self, bare: BarePages) -> None:
+        self._bare = bare
+        # The name of the target's bytes, where it is not the page's key.
+        self._plain: dict[PageKey, PageKey] = {}
+        self._doubtful: set[PageKey] = set()
+
+    def enter(self, key: PageKey, plain: PageKey, is_doubtful: bool) -> None:
+        """A page is new in the tree."""
+        if plain != key:
+            self._plain[key] = plain
+        if is_doubtful:
+            self._doubtful.add(key)
+
+    def leave(self, key: PageKey) -> None:
+        """A page has left the tree."""
+        self._plain.pop(key, None)
+        self._doubtful.discard(key)
+
+    def flushed(self, key: PageKey, slot: Slot) -> PageMove:
+        """What a flush is to write of a page that lies in `slot`."""
+        has_draft = key not in self._bare and key not in self._doubtful
+        return PageMove(key, slot, (), plain=self._plain.get(key), has_draft=has_draft)

@@ -113,6 +113,11 @@ class PageKeys:
         """Tokens given so far, those of an unfinished last page included."""
         return len(self.plain) * self.page_tokens + len(self._pending)
 
+    def named(self, start: int, stop: int) -> tuple[list[PageKey], list[PageKey]]:
+        """What pages [start, stop) are known by, and the names of their target's bytes: one list where they are one."""
+        keys = self.keys[start:stop]
+        return keys, self.plain[start:stop] if self.has_next else keys
+
     @property
     def has_next(self) -> bool:
         """Whether a page is known by the token that follows it too."""

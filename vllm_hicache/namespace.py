@@ -7,6 +7,7 @@ field and `difference` tells two operators why their engines do not share.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from vllm_hicache.keys import digest
@@ -54,8 +55,7 @@ class Namespace:
 
     def digest(self) -> bytes:
         """32 bytes; differs whenever any field does."""
-        parts = [f"{name}={value!r}".encode() for name, value in self.fields().items()]
-        return digest(b"vllm-hicache namespace", *parts)
+        return _digest_of(b"vllm-hicache namespace", self.fields())
 
     def bumped(self, nonce: str) -> Namespace:
         """The same namespace in a generation of its own, after weights changed under a running engine."""
@@ -93,8 +93,7 @@ class DraftSpace:
 
     def digest_for(self, target: bytes) -> bytes:
         """32 bytes; differs whenever any field or the target's namespace does."""
-        parts = [f"{name}={value!r}".encode() for name, value in self.fields_for(target).items()]
-        return digest(b"vllm-hicache draft", *parts)
+        return _digest_of(b"vllm-hicache draft", self.fields_for(target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +106,10 @@ class Spaces:
 
     target: bytes
     draft: bytes | None = None
+
+
+def _digest_of(what: bytes, made_of: Mapping[str, str | int]) -> bytes:
+    return digest(what, *(f"{name}={value!r}".encode() for name, value in made_of.items()))
 
 
 def difference(one: dict[str, str | int], other: dict[str, str | int]) -> dict[str, tuple[str, str]]:

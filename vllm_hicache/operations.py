@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 
 from vllm_hicache.config import Config, WritePolicy
 from vllm_hicache.consensus import Ledger, Silence
-from vllm_hicache.drafts import BarePages
+from vllm_hicache.drafts import BarePages, StorablePages
 from vllm_hicache.events import PageEvents
-from vllm_hicache.index.host import HostTier
+from vllm_hicache.index.host import HostTier, runs_of
 from vllm_hicache.index.tree import Evicted
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, Slot, Tier
 from vllm_hicache.namespace import Spaces
-from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, Plan, SaveOp
+from vllm_hicache.plan import Ack, FlushOp, LoadOp, NextPlan, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.tracking import Answer, BlockHolds, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
 
 _WRITE_BACK_PAGES = 64
@@ -65,16 +64,13 @@ class Operations:
         self._open: dict[OpId, OpenOp] = {}
         self._moving: set[PageKey] = set()
         self._flushing: set[PageKey] = set()
-        # Under which name the target's bytes of a page in the tree are stored, where it is not the page's key.
-        self._plain: dict[PageKey, PageKey] = {}
         self._bare = bare
-        # Pages in the tree whose last place of the draft may belong to a chain with another next token.
-        self._doubtful: set[PageKey] = set()
+        self._storable = StorablePages(bare)
         self._epoch = 0
         self._spaces = Spaces(b"")
         self._step = 0
         self._flush_from_step = 0
-        self._plan_empty()
+        self._next = NextPlan()
 
     @property
     def num_open(self) -> int:
@@ -84,7 +80,7 @@ class Operations:
     @property
     def has_pending(self) -> bool:
         """Whether anything waits for ranks, or to be sent to them."""
-        return self._ledger.num_open > 0 or bool(self._acks)
+        return self._ledger.num_open > 0 or bool(self._next.acks)
 
     def is_moving(self, key: PageKey) -> bool:
         """Whether an operation is bringing this page into host memory."""
@@ -98,7 +94,7 @@ class Operations:
 
     def load(self, tracked: Tracked, answer: Answer, blocks: Sequence[BlockId], tokens: int) -> None:
         """Load `tokens` tokens into `blocks` (all of the request's), as far as slots for store pages can be had."""
-        keys, plain = tracked.keys.keys[: answer.store_end], tracked.keys.plain[: answer.store_end]
+        keys, plain = tracked.keys.named(0, answer.store_end)
         found = self._tier.match(keys[: answer.host_end], touch=False)
         # The lease comes before the slots: what is reserved must not evict the very pages to be loaded.
         lease = self._tier.lease(keys, found.num_pages)
@@ -121,7 +117,7 @@ class Operations:
             self._metrics.count("misses", MissReason.NO_SLOT.value, answer.store_end - served)
         op = self._ledger.open(time.monotonic())
         tracked.load = op
-        self._loads.append(LoadOp(op, self._spaces, tracked.request_id, tuple(moves), limit, tuple(unserved)))
+        self._next.loads.append(LoadOp(op, self._spaces, tracked.request_id, tuple(moves), limit, tuple(unserved)))
         event_tokens = self._tokens_of(tracked, answer.host_end, answer.store_end)
         self._open[op] = OpenLoad(tracked, keys, plain, answer, tokens, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[answer.host_end : served])
@@ -134,7 +130,7 @@ class Operations:
 
         Those from `whole_end` on have no draft state.
         """
-        keys, plain = tracked.keys.keys[:stop], tracked.keys.plain[:stop]
+        keys, plain = tracked.keys.named(0, stop)
         if self._tier.match(keys[:start], touch=False).num_pages < start or keys[start] in self._moving:
             return
         lease = self._tier.lease(keys, start)
@@ -147,7 +143,7 @@ class Operations:
             for page, slot in enumerate(slots, start)
         )
         op = self._ledger.open(time.monotonic())
-        self._loads.append(LoadOp(op, self._spaces, None, moves))
+        self._next.loads.append(LoadOp(op, self._spaces, None, moves))
         answer = Answer(start * self._page, start, start, start + len(slots), whole_end)
         event_tokens = self._tokens_of(tracked, start, stop)
         self._open[op] = OpenLoad(None, keys, plain, answer, 0, slots, lease, self._epoch, event_tokens)
@@ -183,12 +179,12 @@ class Operations:
         held = list(dict.fromkeys(block for page in pages for block in page))
         self._holds.hold(held)
         op = self._ledger.open(time.monotonic())
-        self._saves.append(SaveOp(op, moves))
+        self._next.saves.append(SaveOp(op, moves))
         tokens = self._tokens_of(tracked, start, stop)
-        plain = tracked.keys.plain[:stop]
+        of_chain, plain = tracked.keys.named(0, stop)
         # vLLM's own prefix cache takes blocks for each other that differ in nothing but the token that follows.
         doubtful_end = tracked.local // self._page if tracked.keys.has_next else 0
-        self._open[op] = OpenSave(keys[:stop], plain, start, slots, held, lease, self._epoch, tokens, doubtful_end)
+        self._open[op] = OpenSave(of_chain, plain, start, slots, held, lease, self._epoch, tokens, doubtful_end)
         self._moving.update(keys[start:stop])
         self._bare.note(keys[start:stop], tracked.is_bare)
         return stop == len(keys)
@@ -207,14 +203,10 @@ class Operations:
             return
         lease = self._tier.lease(keys, wanted[-1] + 1)
         op = self._ledger.open(time.monotonic())
-        moves = tuple(self._flushed(keys[index], found.slots[index]) for index in wanted)
-        self._flushes.append(FlushOp(op, self._spaces, moves))
+        moves = tuple(self._storable.flushed(keys[index], found.slots[index]) for index in wanted)
+        self._next.flushes.append(FlushOp(op, self._spaces, moves))
         self._open[op] = OpenFlush(keys, wanted, lease, self._epoch)
         self._flushing.update(keys[index] for index in wanted)
-
-    def _flushed(self, key: PageKey, slot: Slot) -> PageMove:
-        has_draft = key not in self._bare and key not in self._doubtful
-        return PageMove(key, slot, (), plain=self._plain.get(key), has_draft=has_draft)
 
     def write_back(self) -> None:
         """Under write policy `back`: flush what is next in line for eviction, when free slots get few."""
@@ -227,24 +219,14 @@ class Operations:
     def cancel(self, op: OpId) -> None:
         """Tell workers that nobody waits for this load any more."""
         if op in self._open:
-            self._cancels.append(op)
+            self._next.cancels.append(op)
             self._received(op)
 
     def take_plan(self, idle: bool) -> Plan:
         """All that was decided since the last call, for the step that now begins."""
         self._step += 1
-        plan = Plan(
-            acks=tuple(self._acks),
-            loads=tuple(self._loads),
-            saves=tuple(self._saves),
-            flushes=tuple(self._flushes),
-            cancels=tuple(self._cancels),
-            asks=tuple(self._asks),
-            num_slots=self._tier.num_slots,
-            idle=idle,
-        )
-        self._plan_empty()
-        return plan
+        gathered, self._next = self._next, NextPlan()
+        return gathered.finished(self._tier.num_slots, idle)
 
     def report(self, reports: Iterable[OpReport], now_s: float) -> list[Silence]:
         """Take reports of ranks, and act on what all of them have reached.
@@ -257,7 +239,7 @@ class Operations:
             self._acknowledge(self._ledger.record(each, now_s))
         silences = self._ledger.silences(now_s)
         for silence in silences:
-            self._asks.append(silence.op)
+            self._next.asks.append(silence.op)
             if silence.is_late:
                 self._acknowledge(self._ledger.give_up(silence.op))
         return silences
@@ -267,7 +249,7 @@ class Operations:
             return
         # A rank that is alone needs nobody's word to know what all ranks have reached.
         if self._ledger.num_ranks > 1:
-            self._acks.append(ack)
+            self._next.acks.append(ack)
         record = self._open[ack.op]
         if ack.phase < Phase.SETTLED:
             if isinstance(record, OpenLoad):
@@ -343,8 +325,8 @@ class Operations:
         done = ack.pages_done
         if record.epoch == self._epoch:
             self._moving.difference_update(record.keys[record.start : record.start + len(record.slots)])
-            first_new = self._enter_tree(record, record.start, record.slots[:done], record.start, stored=False)
-            self._doubtful.update(record.keys[first_new : min(record.start + done, record.doubtful_end)])
+            slots = record.slots[:done]
+            self._enter_tree(record, record.start, slots, record.start, False, record.doubtful_end)
         else:
             self._tier.abandon(record.slots[:done])
         self._tier.abandon(record.slots[done:])
@@ -364,23 +346,23 @@ class Operations:
             self._events.stored(Tier.STORE, record.keys[index], record.keys[index - 1] if index else None, ())
 
     def _enter_tree(
-        self, record: OpenLoad | OpenSave, first: int, slots: Sequence[Slot], first_event: int, stored: bool
-    ) -> int:
-        """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`.
-
-        Returns:
-            The first page that is new in the tree.
-        """
+        self,
+        record: OpenLoad | OpenSave,
+        first: int,
+        slots: Sequence[Slot],
+        first_event: int,
+        stored: bool,
+        doubtful_end: int = 0,
+    ) -> None:
+        """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`."""
         stop = first + len(slots)
         self._moving.difference_update(record.keys[first:stop])
         new = self._tier.attach(record.keys, first, slots, stored)
         for index in range(stop - new, stop):
-            if record.plain[index] != record.keys[index]:
-                self._plain[record.keys[index]] = record.plain[index]
+            self._storable.enter(record.keys[index], record.plain[index], index < doubtful_end)
             token = (index - first_event) * self._page
             page = tuple(record.event_tokens[token : token + self._page])
             self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
-        return stop - new
 
     def _flush_on_hit(self, keys: Sequence[PageKey]) -> None:
         found = self._tier.match(keys, touch=False)
@@ -398,8 +380,7 @@ class Operations:
         if evicted:
             self._metrics.count("evicted_pages", Tier.HOST.value, len(evicted))
         for page in evicted:
-            self._plain.pop(page.key, None)
-            self._doubtful.discard(page.key)
+            self._storable.leave(page.key)
             self._events.removed(Tier.HOST, page.key)
 
     def _blocks_of(self, page: int, blocks: Sequence[BlockId], local: int) -> tuple[tuple[BlockId, ...], int]:
@@ -418,18 +399,3 @@ class Operations:
         if not self._events.enabled:
             return ()
         return tracked.source.all_token_ids[start * self._page : stop * self._page]
-
-    def _plan_empty(self) -> None:
-        self._acks: list[Ack] = []
-        self._asks: list[OpId] = []
-        self._loads: list[LoadOp] = []
-        self._saves: list[SaveOp] = []
-        self._flushes: list[FlushOp] = []
-        self._cancels: list[OpId] = []
-
-
-def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Half-open runs of consecutive numbers in ascending `positions`."""
-    breaks = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
-    bounds = pairwise([0, *breaks, len(positions)]) if positions else ()
-    return [(positions[first], positions[last - 1] + 1) for first, last in bounds]

@@ -45,6 +45,11 @@ class Place:
         return self.tp_size * self.pp_size
 
     @property
+    def num_target_layers(self) -> int | None:
+        """Where numbers of draft layers begin that have no name of their own; `None` without a draft."""
+        return self.num_layers if self.draft_heads else None
+
+    @property
     def is_alone(self) -> bool:
         """Whether it need not agree with anybody."""
         return self.num_ranks == 1

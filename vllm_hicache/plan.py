@@ -144,6 +144,31 @@ class Plan:
     idle: bool = False
 
 
+@dataclass(slots=True)
+class NextPlan:
+    """What is decided for the step that comes, as it gathers; lists as in `Plan`."""
+
+    acks: list[Ack] = field(default_factory=list)
+    loads: list[LoadOp] = field(default_factory=list)
+    saves: list[SaveOp] = field(default_factory=list)
+    flushes: list[FlushOp] = field(default_factory=list)
+    cancels: list[OpId] = field(default_factory=list)
+    asks: list[OpId] = field(default_factory=list)
+
+    def finished(self, num_slots: int, idle: bool) -> Plan:
+        """The plan; the rest as there."""
+        return Plan(
+            tuple(self.acks),
+            tuple(self.loads),
+            tuple(self.saves),
+            tuple(self.flushes),
+            tuple(self.cancels),
+            tuple(self.asks),
+            num_slots,
+            idle,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What one rank's worker half has to say since it was asked last.

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -179,7 +180,7 @@ class SchedulerHalf:
         if tokens > 0 and tracked.answer is not None:
             self._operations.load(tracked, tracked.answer, blocks, tokens)
         num_touched = -(-(tracked.local + tokens) // self._page)
-        tracked.is_bare = self._bare.any_of(tracked.keys.keys[:num_touched]) or tracked.is_bare
+        tracked.is_bare = self._bare.any_of(islice(tracked.keys.keys, num_touched)) or tracked.is_bare
 
     def scheduled(
         self,
@@ -292,8 +293,8 @@ class SchedulerHalf:
 
     def _ask_store(self, tracked: Tracked, keys: Sequence[PageKey], start: int) -> None:
         if self._lookups is not None and self._store is not None:
-            plain = tracked.keys.plain[start : len(keys)]
-            tracked.lookup = self._lookups.begin(keys[start:], self._store, plain)
+            asked, plain = tracked.keys.named(start, len(keys))
+            tracked.lookup = self._lookups.begin(asked, self._store, plain)
             tracked.lookup_start = start
             tracked.lookup_began_s = time.monotonic()
 

@@ -75,7 +75,7 @@ class WorkerHalf:
         self._config = config
         self._place = place
         self._stores: dict[Spaces, RoleChunks] = {}
-        cache = DeviceCache.from_tensors(caches, block_tokens, place.num_layers if place.draft_heads else None)
+        cache = DeviceCache.from_tensors(caches, block_tokens, place.num_target_layers)
         holdings = _holdings(place, cache)
         shard = _shard(place, config.host_tier == HostTier.SHARDED and open_collective is not None)
         geometry = RankGeometry(
@@ -86,8 +86,7 @@ class WorkerHalf:
         _check_memory(wanted, place, available_bytes)
         num_rows = wanted // geometry.slot_bytes
         device = cache.runs[0].view.device
-        main_bytes, *sidecar = geometry.region_bytes
-        self._pool = HostPool(num_rows, main_bytes, device.type == "cuda", shard, sum(sidecar))
+        self._pool = HostPool(num_rows, *geometry.region_bytes, pin=device.type == "cuda", shard=shard)
         self._inventory = Inventory(
             place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_rows, encodings, shard
         )

@@ -177,14 +177,9 @@ def slab_encodings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> d
 
 def _first_layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[Role, tuple[str, KVCacheSpec]]:
     """Name and KV of one layer of each role that this process knows of."""
-    num_target_layers = _num_target_layers(vllm_config)
+    num_target_layers = place(vllm_config).num_target_layers
     specs = _layer_specs(kv_cache_config.kv_cache_groups[0])
     return {role_of_layer(name, num_target_layers): (name, spec) for name, spec in reversed(specs.items())}
-
-
-def _num_target_layers(vllm_config: VllmConfig) -> int | None:
-    """Where numbers of draft layers begin that have no name of their own; `None` without a draft."""
-    return vllm_config.model_config.get_total_num_hidden_layers() if _draft_model(vllm_config) is not None else None
 
 
 def _slab_encoding(vllm_config: VllmConfig, name: str, spec: KVCacheSpec) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from vllm_hicache.errors import InvariantError
 from vllm_hicache.index.eviction import make_policy
@@ -261,3 +262,10 @@ class _Reservations:
                 f"{num_reserved} slots are reserved; {num_slots} are known, of {len(by_chain)} chains, "
                 f"{self._num_slots.total()} booked to {len(self._num_slots)} chains, {len(self._rotations)} rotations"
             )
+
+
+def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Half-open runs of consecutive numbers in ascending `positions`."""
+    breaks = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
+    bounds = pairwise([0, *breaks, len(positions)]) if positions else ()
+    return [(positions[first], positions[last - 1] + 1) for first, last in bounds]

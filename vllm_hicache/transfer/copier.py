@@ -261,9 +261,10 @@ class CudaCopier(Copier):
 
     def _pairs(self, row: torch.Tensor, move: PageMove) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        regions = self._pool.by_region(row)
         for piece in self._pieces:
             part = piece.part
-            flat = self._pool.by_region(row)[part.region][part.offset : part.offset + part.num_bytes]
+            flat = regions[part.region][part.offset : part.offset + part.num_bytes]
             units = flat.view(part.num_heads, part.num_layers, self._blocks_per_page, -1)
             heads = slice(part.first_head, part.first_head + part.num_heads)
             low = piece.low - piece.run.first_layer

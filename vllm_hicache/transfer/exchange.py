@@ -116,7 +116,7 @@ class PageExchange:
         self._pages = pages
         self._pool = pool
         # One is filled and sent while the other is copied to its blocks.
-        num_bytes = self.shard.num_owners * pool.row_bytes
+        num_bytes = self.shard.num_owners * pool.slot_bytes
         # Memory that ranks share is shared for as long as its own tensor lives, whatever views there are.
         self._buffers = [pages.allocate(num_bytes, device) for _ in range(2)]
         self._stagings = [copier.make_staging(buffer.view(self.shard.num_owners, -1)) for buffer in self._buffers]

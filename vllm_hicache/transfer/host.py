@@ -32,7 +32,7 @@ _MADV_POPULATE_WRITE = 23
 class HostPool:
     """`num_rows` rows in one mapping: the slots of which this rank is the owner.
 
-    A row has `slot_bytes` bytes, and with a sidecar `sidecar_bytes` more in a region of its own.
+    A row has `region_bytes` bytes, in regions of their own where they are several, as with a sidecar.
     Memory is committed when it is first written, or ahead of that by `commit_ahead`, in huge pages where the kernel
     has them; `pin` registers it with CUDA for asynchronous copies (not measured).
 
@@ -40,25 +40,16 @@ class HostPool:
         ConfigError: the pool would hold no page, or more than the machine has.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        slot_bytes: int,
-        pin: bool = False,
-        shard: Shard = Shard(),
-        sidecar_bytes: int = 0,
-    ) -> None:
+    def __init__(self, num_rows: int, *region_bytes: int, pin: bool = False, shard: Shard = Shard()) -> None:
+        self.region_bytes = region_bytes
         if num_rows < 1:
             raise ConfigError(
                 f"the host pool holds {num_rows} pages: one page of this rank takes "
-                f"{format_bytes(slot_bytes + sidecar_bytes)}, "
-                "so set host_memory to several times that"
+                f"{format_bytes(self.slot_bytes)}, so set host_memory to several times that"
             )
         self.num_rows = num_rows
         self.shard = shard
-        self.slot_bytes = slot_bytes
-        self.region_bytes = (slot_bytes, sidecar_bytes) if sidecar_bytes else (slot_bytes,)
-        total = num_rows * self.row_bytes
+        total = num_rows * self.slot_bytes
         try:
             self._map = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
@@ -73,7 +64,6 @@ class HostPool:
             _register(whole)
         sizes = [num_rows * each for each in self.region_bytes]
         self.regions = tuple(region.view(num_rows, -1) for region in whole.split(sizes))
-        self.tensor = self.regions[0]
         self._bytes: Bytes = whole.numpy()
         self._views: list[Bytes] = [region.numpy() for region in self.regions]
         self._closing = threading.Event()
@@ -105,7 +95,7 @@ class HostPool:
                 return
 
     @property
-    def row_bytes(self) -> int:
+    def slot_bytes(self) -> int:
         """Bytes of one page in all regions."""
         return sum(self.region_bytes)
 
@@ -137,7 +127,7 @@ class HostPool:
         return tuple(region[row] for region in self.regions)
 
     def by_region(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows [num_rows, row_bytes], or one of them, whose regions lie one behind the other, by region."""
+        """Rows [num_rows, slot_bytes], or one of them, whose regions lie one behind the other, by region."""
         return tuple(torch.split(rows, list(self.region_bytes), dim=-1))
 
 
