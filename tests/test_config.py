@@ -13,6 +13,7 @@ from vllm_hicache.config import (
     DraftTier,
     HostMemory,
     HostTier,
+    PeerTransport,
     PrefetchPolicy,
     WritePolicy,
 )
@@ -42,6 +43,11 @@ EVERYTHING: dict[str, tuple[object, object]] = {
     "consensus": ("enforce", Consensus.ENFORCE),
     "consensus_dir": ("logs/ranks", "logs/ranks"),
     "rank_timeout_s": (5, 5.0),
+    "peer_host": ("10.0.0.7", "10.0.0.7"),
+    "peer_port": (7000, 7000),
+    "peer_transport": ("nixl", PeerTransport.NIXL),
+    "peer_timeout_s": (2, 2.0),
+    "peer_lease_s": (5, 5.0),
     "rank_faults": ("faults.json", "faults.json"),
 }
 
@@ -64,7 +70,9 @@ def test_each_key_is_read_and_changes_its_own_field_only(key: str) -> None:
     assert (changed, getattr(config, key)) == ([key], value)
 
 
-@pytest.mark.parametrize("key", ["page_tokens", "grid", "io_threads", "model_id", "consensus_dir", "rank_faults"])
+@pytest.mark.parametrize(
+    "key", ["page_tokens", "grid", "io_threads", "model_id", "consensus_dir", "peer_host", "rank_faults"]
+)
 def test_null_means_unset_where_there_is_no_default_value(key: str) -> None:
     assert Config.parse({key: None}) == Config()
 
@@ -101,6 +109,11 @@ WRONG: list[tuple[str, object]] = [
     *(("generation", value) for value in (None, "", 2)),
     *(("consensus", value) for value in (None, "on", True)),
     *(("consensus_dir", value) for value in ("", 3)),
+    *(("peer_host", value) for value in ("", 7)),
+    *(("peer_port", value) for value in (-1, "7000", None, 65536)),
+    *(("peer_transport", value) for value in ("udp", None)),
+    *(("peer_timeout_s", value) for value in (0, "1", None)),
+    *(("peer_lease_s", value) for value in (0, True, None)),
     *(("rank_timeout_s", value) for value in (None, 0, "30", True)),
     *(("rank_faults", value) for value in ("", ["a"])),
 ]

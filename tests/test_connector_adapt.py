@@ -141,8 +141,6 @@ def test_a_plain_engine_is_served(kind: type[SimpleNamespace]) -> None:
 @pytest.mark.parametrize(
     ("change", "value", "message"),
     [
-        ("kv_transfer_config__kv_role", "kv_producer", "kv_role='kv_producer' .* 'kv_both'"),
-        ("kv_transfer_config__kv_role", "kv_consumer", "kv_role='kv_consumer' .* 'kv_both'"),
         (
             "parallel_config__decode_context_parallel_size",
             2,

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stores", "lookup"),
     ("transfer",),
     ("handoff", "context_parallel"),
-    ("operations", "tracking"),
+    ("operations", "tracking", "exports"),
     ("scheduler", "worker"),
     ("connectors", "cli"),
 )

@@ -67,6 +67,13 @@ class PrefetchPolicy(StrEnum):
     TIMEOUT = "timeout"
 
 
+class PeerTransport(StrEnum):
+    """How pages cross from another engine."""
+
+    TCP = "tcp"
+    NIXL = "nixl"
+
+
 class Eviction(StrEnum):
     """Which pages of host memory go first."""
 
@@ -138,6 +145,11 @@ class Config:
         generation: the operator's generation of the weights.
         consensus: what the rank checker does.
         consensus_dir: directory for every rank's log, for `vllm-hicache ranks`; `None` keeps them in memory.
+        peer_host: address of this host at which other engines read pages; `None` where they do not.
+        peer_port: where the first rank serves them, the others behind it; 0 takes free ones.
+        peer_transport: how pages cross from other engines.
+        peer_timeout_s: what other engines do not give within this time is computed here, seconds.
+        peer_lease_s: how long pages wait for the engine that is to read them, seconds.
         rank_timeout_s: how long after the first rank's end of an operation others may be silent, seconds.
         rank_faults: file of faults that ranks play out in tests and drills.
     """
@@ -164,6 +176,11 @@ class Config:
     consensus: Consensus = Consensus.RECORD
     consensus_dir: str | None = None
     rank_timeout_s: float = 30.0
+    peer_host: str | None = None
+    peer_port: int = 0
+    peer_transport: PeerTransport = PeerTransport.TCP
+    peer_timeout_s: float = 10.0
+    peer_lease_s: float = 60.0
     rank_faults: str | None = None
 
     @classmethod
@@ -205,6 +222,11 @@ class Config:
             consensus=values.choice("consensus", Consensus, Consensus.RECORD),
             consensus_dir=values.optional_text("consensus_dir"),
             rank_timeout_s=values.seconds("rank_timeout_s", 30.0),
+            peer_host=values.optional_text("peer_host"),
+            peer_port=values.count("peer_port", 0, least=0),
+            peer_transport=values.choice("peer_transport", PeerTransport, PeerTransport.TCP),
+            peer_timeout_s=values.seconds("peer_timeout_s", 10.0),
+            peer_lease_s=values.seconds("peer_lease_s", 60.0),
             rank_faults=values.optional_text("rank_faults"),
         )
         config._check(raw)
@@ -267,6 +289,8 @@ class Config:
                 f"prefetch_timeout_s={self.prefetch_timeout_s} has no meaning with prefetch="
                 f"{self.prefetch.value!r}: remove it or set prefetch='timeout'"
             )
+        if self.peer_port > 65535:
+            raise ConfigError(f"peer_port={self.peer_port} is no port: give one up to 65535, or 0 for any")
         if self.consensus_dir is not None and self.consensus == Consensus.OFF:
             raise ConfigError("consensus_dir contradicts consensus='off', which writes no log: remove one of them")
         if "+" in self.generation:

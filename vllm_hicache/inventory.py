@@ -28,6 +28,7 @@ class Inventory:
         num_rows: pages of its host pool.
         encodings: how a slab's interior is laid out, by role.
         shard: which pages of its group it keeps.
+        port: where it serves pages to other engines.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Inventory:
     num_rows: int
     encodings: Mapping[Role, str]
     shard: Shard = Shard()
+    port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ from vllm_hicache.names import KEY_BYTES, PageKey
 
 _LENGTH = struct.Struct("<I")
 _EXTRA = struct.Struct("<qq")
+_BEFORE = _LENGTH.pack(KEY_BYTES)
+_NONE = _LENGTH.pack(0)
 
 
 def digest(*fields: bytes) -> bytes:
@@ -128,6 +130,13 @@ class PageKeys:
         """Number of tokens with which the next page gets its key."""
         return (len(self.keys) + 1) * self.page_tokens + self.has_next
 
+    def tail(self) -> PageKey | None:
+        """Name of the unfinished last page as it is now, by the same formula; `None` where there is none."""
+        if not self._pending:
+            return None
+        parent = self.plain[-1] if self.plain else self._root
+        return _page_key(parent, _little_endian(self._pending), self._extras_of(len(self.plain)))
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens that follow those already given; adds a key for every page they complete.
 
@@ -157,14 +166,10 @@ class PageKeys:
     def _hash_pages(self, num_pages: int) -> None:
         data = _little_endian(self._pending)
         size = self.page_tokens * 4
-        before = _LENGTH.pack(KEY_BYTES)
-        between = _LENGTH.pack(size)
-        none = _LENGTH.pack(0)
         parent: bytes = self.plain[-1] if self.plain else self._root
         for start in range(0, num_pages * size, size):
-            extras = self._extras_of(len(self.plain)) if self._extras else none
-            parts = (before, parent, between, data[start : start + size], extras)
-            parent = hashlib.sha256(b"".join(parts)).digest()
+            extras = self._extras_of(len(self.plain)) if self._extras else _NONE
+            parent = _page_key(parent, data[start : start + size], extras)
             self.plain.append(PageKey(parent))
 
     def _extras_of(self, page: int) -> bytes:
@@ -172,6 +177,10 @@ class PageKeys:
         touching = [extra.encoded() for extra in self._extras if extra.start < stop and extra.stop > start]
         encoded = b"".join(_LENGTH.pack(len(item)) + item for item in touching)
         return _LENGTH.pack(len(touching)) + encoded
+
+
+def _page_key(parent: bytes, tokens: memoryview, extras: bytes) -> PageKey:
+    return PageKey(hashlib.sha256(b"".join((_BEFORE, parent, _LENGTH.pack(len(tokens)), tokens, extras))).digest())
 
 
 def _little_endian(tokens: array[int]) -> memoryview:

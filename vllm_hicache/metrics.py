@@ -24,7 +24,8 @@ class MetricSpec:
 SPECS = (
     MetricSpec("hit_tokens", "counter", "tier", "Prompt tokens served from this tier instead of being computed."),
     MetricSpec("lookup_tokens", "counter", None, "Prompt tokens that were looked for beyond vLLM's own prefix."),
-    MetricSpec("bytes", "counter", "direction", "Bytes moved: load, save (device), exchange (ranks), fetch, flush."),
+    MetricSpec("bytes", "counter", "direction", "Bytes moved: load, save, exchange (ranks), fetch, flush, handoff."),
+    MetricSpec("peer_bytes", "counter", "direction", "Bytes between this engine and others: received, sent."),
     MetricSpec("seconds", "counter", "direction", "Seconds spent moving bytes, summed over threads."),
     MetricSpec("misses", "counter", "reason", "Pages that were promised or looked for and not served."),
     MetricSpec("pages_without_draft", "counter", None, "Pages fetched without the draft model's state of them."),
@@ -37,6 +38,10 @@ SPECS = (
     MetricSpec("queue_depth", "gauge", "queue", "What waits: load, save (device), exchange (ranks), fetch, flush."),
     MetricSpec("host_pages", "gauge", "state", "Pages of the host pool: used, free, reserved."),
     MetricSpec("open_operations", "gauge", None, "Operations that have not settled on every rank."),
+    MetricSpec("open_exports", "gauge", None, "Exports whose pages wait for the engine that is to read them."),
+    MetricSpec(
+        "handoffs", "counter", "outcome", "Prompts for others: acknowledged, expired, aborted; of others: refused."
+    ),
     MetricSpec("rank_differences", "counter", "kind", "Differences between ranks that the rank checker has named."),
     MetricSpec("healthy", "gauge", None, "1 while every transfer thread runs and ranks can exchange pages, else 0."),
 )

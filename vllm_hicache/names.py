@@ -35,6 +35,7 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     STORE = "store"
+    PEER = "peer"
 
 
 class Role(StrEnum):

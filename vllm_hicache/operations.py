@@ -19,8 +19,8 @@ from vllm_hicache.index.tree import Evicted
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, Slot, Tier
 from vllm_hicache.namespace import Spaces
-from vllm_hicache.plan import Ack, FlushOp, LoadOp, NextPlan, OpReport, PageMove, Plan, SaveOp
-from vllm_hicache.tracking import Answer, BlockHolds, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
+from vllm_hicache.plan import Ack, ExportOp, FlushOp, LoadOp, NextPlan, OpReport, PageMove, Plan, SaveOp
+from vllm_hicache.tracking import Answer, BlockHolds, OpenExport, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
 
 _WRITE_BACK_PAGES = 64
 _SELECTIVE_HITS = 2
@@ -71,16 +71,25 @@ class Operations:
         self._step = 0
         self._flush_from_step = 0
         self._next = NextPlan()
+        # Exports that wait for their readers: they end when those have come, or their time is over.
+        self._resting: set[OpId] = set()
+        self.num_commits = 0
 
     @property
     def num_open(self) -> int:
-        """Operations that have not settled on every rank."""
-        return self._ledger.num_open
+        """Operations that have not settled on every rank, without exports that wait for their readers."""
+        return self._ledger.num_open - len(self._resting)
+
+    @property
+    def num_exports(self) -> int:
+        """Exports that wait for their readers."""
+        return len(self._resting)
 
     @property
     def has_pending(self) -> bool:
         """Whether anything waits for ranks, or to be sent to them."""
-        return self._ledger.num_open > 0 or bool(self._next.acks)
+        waits = self._next.acks or self._next.exports or self._next.releases
+        return self.num_open > 0 or bool(waits)
 
     def is_moving(self, key: PageKey) -> bool:
         """Whether an operation is bringing this page into host memory."""
@@ -94,34 +103,37 @@ class Operations:
 
     def load(self, tracked: Tracked, answer: Answer, blocks: Sequence[BlockId], tokens: int) -> None:
         """Load `tokens` tokens into `blocks` (all of the request's), as far as slots for store pages can be had."""
-        keys, plain = tracked.keys.named(0, answer.store_end)
+        keys, plain = tracked.chain(answer.end)
         found = self._tier.match(keys[: answer.host_end], touch=False)
         # The lease comes before the slots: what is reserved must not evict the very pages to be loaded.
         lease = self._tier.lease(keys, found.num_pages)
-        slots = self._reserve(keys, answer.host_end, answer.store_end)
+        slots = self._reserve(keys, answer.host_end, answer.end)
         served = answer.host_end + len(slots)
         by_page = [*found.slots[answer.first :], *slots]
         moves: list[PageMove] = []
         unserved: list[BlockId] = []
-        for index in range(answer.first, answer.store_end):
+        for index in range(answer.first, answer.end):
             page_blocks, first_block = self._blocks_of(index, blocks, answer.local)
             if index < served:
                 slot = by_page[index - answer.first]
-                from_store = index >= answer.host_end
-                has_draft = not from_store or index < answer.whole_end
-                moves.append(PageMove(keys[index], slot, page_blocks, first_block, from_store, plain[index], has_draft))
+                is_filled, from_peer = index >= answer.host_end, index >= answer.store_end
+                has_draft = from_peer or index < answer.bare_start
+                moves.append(
+                    PageMove(keys[index], slot, page_blocks, first_block, is_filled, plain[index], has_draft, from_peer)
+                )
             else:
                 unserved += page_blocks
-        limit = self._config.time_limit_s
+        limit = self._config.time_limit_s if answer.end == answer.store_end else self._config.peer_timeout_s
         if unserved:
-            self._metrics.count("misses", MissReason.NO_SLOT.value, answer.store_end - served)
+            self._metrics.count("misses", MissReason.NO_SLOT.value, answer.end - served)
         op = self._ledger.open(time.monotonic())
         tracked.load = op
-        self._next.loads.append(LoadOp(op, self._spaces, tracked.request_id, tuple(moves), limit, tuple(unserved)))
-        event_tokens = self._tokens_of(tracked, answer.host_end, answer.store_end)
+        load = LoadOp(op, self._spaces, tracked.request_id, tuple(moves), limit, tuple(unserved), tracked.peer)
+        self._next.loads.append(load)
+        event_tokens = self._tokens_of(tracked, answer.host_end, answer.end)
         self._open[op] = OpenLoad(tracked, keys, plain, answer, tokens, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[answer.host_end : served])
-        self._bare.note(keys[max(answer.host_end, answer.whole_end) : served], is_bare=True)
+        self._bare.note(keys[answer.bare_start : min(served, answer.store_end)], is_bare=True)
         if self._config.write != WritePolicy.BACK:
             self._flush_on_hit(keys[: found.num_pages])
 
@@ -144,7 +156,8 @@ class Operations:
         )
         op = self._ledger.open(time.monotonic())
         self._next.loads.append(LoadOp(op, self._spaces, None, moves))
-        answer = Answer(start * self._page, start, start, start + len(slots), whole_end)
+        end = start + len(slots)
+        answer = Answer(start * self._page, start, start, end, whole_end, end)
         event_tokens = self._tokens_of(tracked, start, stop)
         self._open[op] = OpenLoad(None, keys, plain, answer, 0, slots, lease, self._epoch, event_tokens)
         self._moving.update(keys[start : start + len(slots)])
@@ -181,13 +194,43 @@ class Operations:
         op = self._ledger.open(time.monotonic())
         self._next.saves.append(SaveOp(op, moves))
         tokens = self._tokens_of(tracked, start, stop)
-        of_chain, plain = tracked.keys.named(0, stop)
+        of_chain, plain = tracked.chain(stop)
         # vLLM's own prefix cache takes blocks for each other that differ in nothing but the token that follows.
         doubtful_end = tracked.local // self._page if tracked.keys.has_next else 0
         self._open[op] = OpenSave(of_chain, plain, start, slots, held, lease, self._epoch, tokens, doubtful_end)
         self._moving.update(keys[start:stop])
         self._bare.note(keys[start:stop], tracked.is_bare)
         return stop == len(keys)
+
+    def export(
+        self, keys: Sequence[PageKey], plain: Sequence[PageKey], start: int, is_last: bool
+    ) -> tuple[OpId | None, int]:
+        """Let other engines read those pages of a chain, from `start` on, that are in host memory.
+
+        Args:
+            is_last: the others will not come.
+
+        Returns:
+            The operation, `None` where there is nothing to say, and where the pages in host memory end.
+        """
+        found = self._tier.match(keys, touch=True)
+        stop = max(start, found.num_pages)
+        if stop == start and not (is_last and stop < len(keys)):
+            return None, stop
+        lease = self._tier.lease(keys, found.num_pages)
+        op = self._ledger.open(time.monotonic())
+        named = [PageMove(keys[page], found.slots[page], (), plain=plain[page]) for page in range(start, stop)]
+        absent = [PageMove(keys[page], Slot(-1), (), plain=plain[page]) for page in range(stop, len(keys))]
+        self._next.exports.append(ExportOp(op, self._spaces, tuple(named), tuple(absent) if is_last else ()))
+        self._open[op] = OpenExport(lease)
+        self._resting.add(op)
+        return op, stop
+
+    def release(self, tracked: Tracked) -> None:
+        """Tell a request's peer that nothing more is read of it."""
+        if tracked.peer is not None:
+            self._next.releases.append(tracked.peer)
+            tracked.handoff = None
 
     def flush(self, keys: Sequence[PageKey], positions: Sequence[int]) -> None:
         """Flush pages of a chain that are in host memory and not in the store yet."""
@@ -217,8 +260,9 @@ class Operations:
                 self.flush(victims.keys, victims.positions)
 
     def cancel(self, op: OpId) -> None:
-        """Tell workers that nobody waits for this load any more."""
+        """Tell workers that nobody waits for this load any more, or that nobody reads what this export offers."""
         if op in self._open:
+            self._resting.discard(op)
             self._next.cancels.append(op)
             self._received(op)
 
@@ -256,6 +300,8 @@ class Operations:
                 self._progress(record, ack)
             return
         del self._open[ack.op]
+        self._resting.discard(ack.op)
+        self.num_commits += 1
         match record:
             case OpenLoad():
                 self._commit_load(record, ack)
@@ -263,6 +309,8 @@ class Operations:
                 self._commit_save(record, ack)
             case OpenFlush():
                 self._commit_flush(record, ack)
+            case OpenExport():
+                pass
         record.lease.release()
         self.note_evicted(self._tier.drain_retired())
 
@@ -290,7 +338,10 @@ class Operations:
         if stop == start or record.epoch != self._epoch:
             return
         first = answer.host_end + start
-        self._enter_tree(record, first, record.slots[start:stop], answer.host_end, stored=True)
+        num_stored = max(start, min(stop, answer.store_end - answer.host_end))
+        self._enter_tree(record, first, record.slots[start:num_stored], answer.host_end, stored=True)
+        of_peer = record.slots[num_stored:stop]
+        self._enter_tree(record, answer.host_end + num_stored, of_peer, answer.host_end, stored=False)
         record.attached = stop
         # Where the device alone has the pages before, nothing could enter the tree, and there is nothing to lease.
         reach = self._tier.match(record.keys[: first + stop - start], touch=False).num_pages
@@ -300,7 +351,7 @@ class Operations:
     def _commit_load(self, record: OpenLoad, ack: Ack) -> None:
         answer = record.answer
         tracked = record.tracked
-        num_bare = answer.first + ack.pages_held - max(answer.host_end, answer.whole_end)
+        num_bare = min(answer.first + ack.pages_held, answer.store_end) - answer.bare_start
         if num_bare > 0:
             self._metrics.count("pages_without_draft", by=num_bare)
         self._attach_loaded(record, ack.pages_held)
@@ -310,11 +361,12 @@ class Operations:
         if tracked is None:
             return
         tracked.load = None
+        self.release(tracked)
         # A page that failed is not promised to this request again: vLLM asks anew after a failure.
         done = answer.first + ack.pages_done
-        if done < answer.store_end and ack.reason != MissReason.CANCELLED:
+        if done < answer.end and ack.reason != MissReason.CANCELLED:
             tracked.banned_from = done
-        if done < answer.store_end and self._tier.ownership.on_device:
+        if done < answer.end and self._tier.ownership.on_device:
             # The engine drops a whole block, and with it a page on every owner.
             done -= done % self._tier.ownership.num_owners
         for tier, count in answer.by_tier(record.tokens, done, self._page).items():
@@ -356,6 +408,8 @@ class Operations:
     ) -> None:
         """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`."""
         stop = first + len(slots)
+        if not slots:
+            return
         self._moving.difference_update(record.keys[first:stop])
         new = self._tier.attach(record.keys, first, slots, stored)
         for index in range(stop - new, stop):

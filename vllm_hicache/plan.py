@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm_hicache.entries import Entry, Mark
+from vllm_hicache.geometry import Holding
 from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, RequestId, Role, Slot
 from vllm_hicache.namespace import Spaces
 
@@ -25,6 +26,7 @@ class PageMove:
             already, none where only the host slot is to be filled.
         first_block: position within the page of `blocks[0]`.
         from_store: the slot must first be filled from the store.
+        from_peer: it is filled from the load's peer, without asking the store first.
         has_draft: whether the page has draft state; where not, its part of a slot is cleared, and never stored.
     """
 
@@ -35,10 +37,32 @@ class PageMove:
     from_store: bool = False
     plain: PageKey | None = None
     has_draft: bool = True
+    from_peer: bool = False
 
     def name(self, role: Role) -> PageKey:
         """Under which a role's bytes of the page are stored: the target's know nothing of the token that follows."""
         return self.plain if role is Role.TARGET and self.plain is not None else self.key
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRank:
+    """A rank of another engine that serves pages, and what it holds of each."""
+
+    host: str
+    port: int
+    holdings: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another engine that has computed a prompt, or is about to.
+
+    Attributes:
+        request: by this name it is told that nothing more will be read.
+    """
+
+    request: str
+    ranks: tuple[PeerRank, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +75,7 @@ class LoadOp:
         time_limit_s: after this long, what has arrived counts and the rest is given up; `None` waits for
             every page or its failure.
         unserved: blocks that were promised, for which no slot could be had; they count as failed.
+        peer: whom pages `from_peer` come from, and those of the store that it does not have after all.
     """
 
     op: OpId
@@ -59,6 +84,7 @@ class LoadOp:
     pages: tuple[PageMove, ...]
     time_limit_s: float | None = None
     unserved: tuple[BlockId, ...] = ()
+    peer: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +108,20 @@ class FlushOp:
 
     def __post_init__(self) -> None:
         _require_pages(self.op, self.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOp:
+    """Host slots that other engines may read until the operation is cancelled.
+
+    Attributes:
+        absent: pages that will not come, so that nobody waits for them.
+    """
+
+    op: OpId
+    spaces: Spaces
+    pages: tuple[PageMove, ...]
+    absent: tuple[PageMove, ...] = ()
 
 
 def _require_pages(op: OpId, pages: tuple[PageMove, ...]) -> None:
@@ -128,7 +168,9 @@ class Plan:
 
     Attributes:
         acks: what ranks are to consume, in this order.
-        cancels: loads whose result nobody waits for any more.
+        exports: pages that other engines may read from now on.
+        releases: peers of which nothing more will be read.
+        cancels: loads whose result nobody waits for any more, and exports that are over.
         asks: operations of which a rank has been silent: every rank reports them again.
         num_slots: pages of host memory that are used in every group of ranks, agreed at start.
         idle: the engine computes nothing in this step, so that workers may wait a moment for what is under way.
@@ -138,6 +180,8 @@ class Plan:
     loads: tuple[LoadOp, ...] = ()
     saves: tuple[SaveOp, ...] = ()
     flushes: tuple[FlushOp, ...] = ()
+    exports: tuple[ExportOp, ...] = ()
+    releases: tuple[Peer, ...] = ()
     cancels: tuple[OpId, ...] = ()
     asks: tuple[OpId, ...] = ()
     num_slots: int = 0
@@ -152,6 +196,8 @@ class NextPlan:
     loads: list[LoadOp] = field(default_factory=list)
     saves: list[SaveOp] = field(default_factory=list)
     flushes: list[FlushOp] = field(default_factory=list)
+    exports: list[ExportOp] = field(default_factory=list)
+    releases: list[Peer] = field(default_factory=list)
     cancels: list[OpId] = field(default_factory=list)
     asks: list[OpId] = field(default_factory=list)
 
@@ -162,6 +208,8 @@ class NextPlan:
             tuple(self.loads),
             tuple(self.saves),
             tuple(self.flushes),
+            tuple(self.exports),
+            tuple(self.releases),
             tuple(self.cancels),
             tuple(self.asks),
             num_slots,
@@ -178,6 +226,7 @@ class StepResult:
         entries: what it consumed, for the rank checker; `mark` is how far its log has come with them.
         received: requests whose blocks are no longer written, successful or not, as acknowledged.
         invalid_blocks: blocks of those requests that do not hold what was promised.
+        acknowledged: requests of which other engines have read what they need.
     """
 
     reports: tuple[OpReport, ...] = ()
@@ -185,6 +234,7 @@ class StepResult:
     mark: Mark | None = None
     received: frozenset[RequestId] = field(default_factory=frozenset)
     invalid_blocks: frozenset[BlockId] = field(default_factory=frozenset)
+    acknowledged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +245,4 @@ class RankNews:
     reports: tuple[OpReport, ...]
     entries: tuple[Entry, ...] = ()
     mark: Mark | None = None
+    acknowledged: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128
 from vllm_hicache.entries import Entry, EntryKind, Mark
 from vllm_hicache.errors import InvariantError
 from vllm_hicache.names import OpId, PageKey, Phase, Slot
-from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
+from vllm_hicache.plan import Ack, ExportOp, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 
 LOG_FORMAT = 1
 MAX_FILE_BYTES = 16 << 20
@@ -90,7 +90,7 @@ class RankLog:
         """Note how many slots of every host pool are used: once, with the first plan's number."""
         self._note(_NO_OP, EntryKind.CAPACITY, num_slots, time.time())
 
-    def begin(self, op: LoadOp | SaveOp | FlushOp) -> int:
+    def begin(self, op: LoadOp | SaveOp | FlushOp | ExportOp) -> int:
         """Note that an operation begins, in plan order, and take its slots into use.
 
         Returns:

@@ -21,6 +21,7 @@ from vllm_hicache.drafts import BarePages
 from vllm_hicache.entries import Entry, Mark
 from vllm_hicache.errors import RanksDisagree
 from vllm_hicache.events import PageEvents
+from vllm_hicache.exports import Exports
 from vllm_hicache.index.host import HostTier
 from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
 from vllm_hicache.lookup import StoreLookups
@@ -29,9 +30,9 @@ from vllm_hicache.names import BlockId, MissReason, PageKey, RequestId, Tier
 from vllm_hicache.namespace import DraftSpace, Namespace, Spaces
 from vllm_hicache.operations import Operations
 from vllm_hicache.ownership import Ownership
-from vllm_hicache.plan import OpReport, Plan
+from vllm_hicache.plan import OpReport, Peer, Plan
 from vllm_hicache.stores import StoreFactory
-from vllm_hicache.tracking import Answer, BlockHolds, TokenSource, Tracked
+from vllm_hicache.tracking import Answer, BlockHolds, Handoff, TokenSource, Tracked
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class SchedulerHalf:
         self._operations = Operations(
             config, self.tier, self._page, block_tokens, ranks, holds, metrics, self.events, has_store, self._bare
         )
+        self._exports = Exports(self._operations, config.peer_lease_s, metrics)
         self._tracked: dict[RequestId, Tracked] = {}
         self._prefetching: list[Tracked] = []
         self._epoch = 0
@@ -112,7 +114,7 @@ class SchedulerHalf:
     @property
     def has_pending(self) -> bool:
         """Whether operations wait to be planned or acknowledged, so that the engine should keep stepping."""
-        return self._operations.has_pending
+        return self._operations.has_pending or self._exports.has_pending
 
     def begin(
         self,
@@ -121,11 +123,24 @@ class SchedulerHalf:
         salt: str | None = None,
         adapter: Adapter | None = None,
         extras: Iterable[ExtraKey] = (),
+        peer: Peer | None = None,
+        export: str | None = None,
     ) -> None:
-        """Track a new request, and ask the store about it before the engine does."""
+        """Track a new request, and ask the store about it before the engine does.
+
+        Args:
+            peer: another engine that has computed the prompt.
+            export: under this name another engine will say that it has read what this one computes of the prompt.
+        """
         root = chain_root(self._digest, salt, adapter)
         tracked = Tracked(request_id, source, PageKeys(root, self._page, extras, bool(self._num_ahead)), self._epoch)
         self._tracked[request_id] = tracked
+        if peer is not None or export is not None:
+            tracked.extend_keys()
+            name = peer.request if peer is not None else export or ""
+            tracked.handoff = Handoff.of_prompt(name, tracked.keys, peer)
+        if tracked.handoff is not None and peer is None:
+            self._exports.begin(tracked.handoff)
         if self._store is None or source.num_tokens <= self._config.load_threshold:
             return
         keys = tracked.extend_keys()
@@ -147,25 +162,31 @@ class SchedulerHalf:
         tracked.answer = None
         tracked.is_bare = False
         tracked.local = local_tokens
-        keys = tracked.extend_keys()
+        keys: Sequence[PageKey] = tracked.extend_keys()
+        if tracked.handoff is not None and tracked.peer is not None:
+            keys = tracked.handoff.keys
         limit = len(keys) if tracked.banned_from is None else min(len(keys), tracked.banned_from)
         first = local_tokens // self._page
         if first >= limit:
             return Offer()
         host = self.tier.match(keys[:limit], touch=False).num_pages
         host_end = store_end = max(host, first)
-        if host_end < limit and self._store is not None:
-            run = self._store_run(tracked, host_end, limit)
+        num_full = min(limit, len(tracked.keys.keys))
+        if host_end < num_full and (self._store is not None or tracked.peer is not None):
+            run = self._store_run(tracked, host_end, num_full)
             if run is None:
                 return Offer(pending=True)
             # Pages of this very chain count as evictable, but will be leased when the load begins.
             store_end += min(run, max(0, self.tier.num_available - host))
-        tokens = min(store_end * self._page, tracked.source.num_tokens - 1) - local_tokens
+        end = store_end
+        if tracked.peer is not None:
+            end += min(limit - end, max(0, self.tier.num_available - host - (end - host_end)))
+        tokens = min(end * self._page, tracked.source.num_tokens - 1) - local_tokens
         if tokens < max(1, self._config.load_threshold):
             return Offer()
         lookup = tracked.lookup
         whole_end = tracked.lookup_start + lookup.num_whole if lookup is not None else store_end
-        tracked.answer = Answer(local_tokens, first, host_end, store_end, whole_end)
+        tracked.answer = Answer(local_tokens, first, host_end, store_end, whole_end, end)
         return Offer(tokens)
 
     def allocated(self, request_id: RequestId, blocks: Sequence[BlockId], tokens: int) -> None:
@@ -179,6 +200,8 @@ class SchedulerHalf:
             self.tier.match(tracked.keys.keys, touch=True)
         if tokens > 0 and tracked.answer is not None:
             self._operations.load(tracked, tracked.answer, blocks, tokens)
+        else:
+            self._operations.release(tracked)
         num_touched = -(-(tracked.local + tokens) // self._page)
         tracked.is_bare = self._bare.any_of(islice(tracked.keys.keys, num_touched)) or tracked.is_bare
 
@@ -200,7 +223,11 @@ class SchedulerHalf:
         tracked.is_bare = tracked.is_bare or not is_drafted
         # Draft positions and placeholders of asynchronous scheduling lie beyond the known tokens.
         ready = min(computed_after, tracked.source.num_tokens - self._num_ahead) // self._page
-        if ready > tracked.saved and self._step >= tracked.retry_step:
+        handoff = tracked.handoff
+        if handoff is not None and handoff.is_due(computed_after):
+            handoff.is_saved = self._operations.save(tracked, handoff.keys, blocks)
+            tracked.saved = min(tracked.saved, handoff.num_full)
+        elif ready > tracked.saved and self._step >= tracked.retry_step:
             keys = tracked.extend_keys()[:ready]
             if not self._operations.save(tracked, keys, blocks):
                 tracked.retry_step = self._step + _RETRY_STEPS
@@ -208,6 +235,7 @@ class SchedulerHalf:
     def plan(self, idle: bool = False) -> Plan:
         """Everything decided since the last plan. `idle`: the engine computes nothing in the coming step."""
         self._step += 1
+        self._exports.tend(time.monotonic())
         if self._prefetching:
             self._prefetching = [tracked for tracked in self._prefetching if self._still_waits(tracked)]
         if self._config.write == WritePolicy.BACK:
@@ -220,16 +248,19 @@ class SchedulerHalf:
         reports: Iterable[OpReport],
         entries: Mapping[int, Sequence[Entry]] = _NOTHING,
         marks: Mapping[int, Mark | None] = _NOTHING,
+        acknowledged: Iterable[str] = (),
     ) -> None:
         """Take reports of ranks, act on what all of them have reached, and compare what they say they did.
 
         Args:
+            acknowledged: exports that other engines have read.
             entries: new lines of ranks' logs, by rank.
             marks: how far those logs have come, by rank.
 
         Raises:
             RanksDisagree: ranks differ in more than the lengths they have come to, and `consensus` is `enforce`.
         """
+        self._exports.acknowledged(acknowledged)
         silences = self._operations.report(reports, time.monotonic())
         self._set_gauges()
         if self._checker is None:
@@ -239,22 +270,37 @@ class SchedulerHalf:
         for difference in found:
             self._differ(difference)
 
-    def finished(self, request_id: RequestId) -> None:
-        """The request has ended, in whatever state; what is under way for it ends by itself."""
+    def finished(self, request_id: RequestId, is_computed: bool = True) -> bool:
+        """The request has ended, in whatever state; what is under way for it ends by itself.
+
+        Args:
+            is_computed: whether its prompt was.
+
+        Returns:
+            Whether another engine may read its prompt's pages.
+        """
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
-            return
+            return False
         if tracked.lookup is not None:
             tracked.lookup.abandoned = True
         if tracked.load is not None:
             self._operations.cancel(tracked.load)
+        else:
+            self._operations.release(tracked)
+        handoff = tracked.handoff
+        if handoff is None or handoff.peer is not None:
+            return False
+        is_exported = is_computed and tracked.epoch == self._epoch
+        self._exports.finished(handoff.request, time.monotonic(), is_exported)
+        return is_exported
 
     def hit_tokens(self, request_id: RequestId, tokens: int) -> dict[Tier, int]:
         """Split `tokens` that were promised to a request by the tier they come from."""
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.answer is None:
             return {}
-        return tracked.answer.by_tier(tokens, tracked.answer.store_end, self._page)
+        return tracked.answer.by_tier(tokens, tracked.answer.end, self._page)
 
     def reset(self, nonce: str) -> None:
         """Forget every page and enter a generation that nobody shares, as after new weights.
@@ -262,6 +308,7 @@ class SchedulerHalf:
         Requests that run across the reset are neither loaded nor saved any more.
         """
         self._epoch += 1
+        self._exports.reset()
         self._operations.note_evicted(self.tier.reset())
         self._enter(self._namespace.bumped(nonce))
 
@@ -283,9 +330,9 @@ class SchedulerHalf:
     def _enter(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._digest = namespace.digest()
-        spaces = Spaces(self._digest, self._draft.digest_for(self._digest) if self._draft is not None else None)
-        self._store = self._open_store(spaces) if self._open_store is not None else None
-        self._operations.enter(self._epoch, spaces)
+        self.spaces = Spaces(self._digest, self._draft.digest_for(self._digest) if self._draft is not None else None)
+        self._store = self._open_store(self.spaces) if self._open_store is not None else None
+        self._operations.enter(self._epoch, self.spaces)
 
     def _live(self, request_id: RequestId) -> Tracked | None:
         tracked = self._tracked.get(request_id)
@@ -300,10 +347,12 @@ class SchedulerHalf:
 
     def _store_run(self, tracked: Tracked, start: int, limit: int) -> int | None:
         """Pages from `start` on that the store holds in a run; `None` while that is not known yet."""
+        if self._operations.is_moving(tracked.keys.keys[start]) and (
+            tracked.peer is not None or self._config.prefetch != PrefetchPolicy.BEST_EFFORT
+        ):
+            return self._wait_for_others(tracked)
         if self._config.prefetch == PrefetchPolicy.BEST_EFFORT:
             return 0
-        if self._operations.is_moving(tracked.keys.keys[start]):
-            return self._wait_for_others(tracked)
         if tracked.lookup is None or start < tracked.lookup_start:
             self._ask_store(tracked, tracked.keys.keys, start)
         lookup = tracked.lookup
@@ -343,3 +392,4 @@ class SchedulerHalf:
         self._metrics.gauge("host_pages", tier.num_reserved, "reserved")
         self._metrics.gauge("host_pages", tier.num_slots - tier.num_free - tier.num_reserved, "used")
         self._metrics.gauge("open_operations", self._operations.num_open)
+        self._metrics.gauge("open_exports", self._operations.num_exports)

@@ -15,6 +15,7 @@ from vllm_hicache.errors import ConfigError
 
 SEAL_KEY_VARIABLE = "VLLM_HICACHE_SEAL_KEY"
 ENCRYPTION_KEY_VARIABLE = "VLLM_HICACHE_ENCRYPTION_KEY"
+PEER_KEY_VARIABLE = "VLLM_HICACHE_PEER_KEY"
 SECRET_BYTES = 32
 
 
@@ -25,15 +26,18 @@ class Secrets:
     Attributes:
         seal_key: proves that an object was written by somebody who has it (`envelope.HmacSealer`).
         encryption_key: keeps objects unreadable to whoever has it not (`encrypted.Encrypted`).
+        peer_key: shared by engines that hand prompts to each other (`handoff.protocol`).
     """
 
     seal_key: bytes | None = field(default=None, repr=False)
     encryption_key: bytes | None = field(default=None, repr=False)
+    peer_key: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Secrets:
-        """Read both keys. Raises ConfigError for one that is empty or malformed; it never quotes the value."""
-        return cls(_key(environ, SEAL_KEY_VARIABLE), _key(environ, ENCRYPTION_KEY_VARIABLE))
+        """Read all keys. Raises ConfigError for one that is empty or malformed; it never quotes the value."""
+        variables = (SEAL_KEY_VARIABLE, ENCRYPTION_KEY_VARIABLE, PEER_KEY_VARIABLE)
+        return cls(*(_key(environ, variable) for variable in variables))
 
     @property
     def protection(self) -> str:

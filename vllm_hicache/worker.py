@@ -7,7 +7,9 @@ on is consumed when the plan acknowledges it. A rank that is alone agrees with i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import gcd
 from pathlib import Path
 
@@ -18,13 +20,15 @@ from vllm_hicache.consensus import Consumption
 from vllm_hicache.drills import Drill
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, RoleShape, held_heads
+from vllm_hicache.handoff.peers import PeerAccess, Peers
+from vllm_hicache.handoff.server import PageServer
 from vllm_hicache.inventory import Inventory
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import OpId, Phase, Role
 from vllm_hicache.namespace import Spaces
 from vllm_hicache.ownership import Ownership, Shard
 from vllm_hicache.place import Place
-from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
+from vllm_hicache.plan import Ack, ExportOp, FlushOp, LoadOp, OpReport, Plan, SaveOp, StepResult
 from vllm_hicache.ranklog import RankLog
 from vllm_hicache.storage.chunks import RoleChunks
 from vllm_hicache.stores import StoreFactory
@@ -35,6 +39,9 @@ from vllm_hicache.transfer.engine import TransferEngine
 from vllm_hicache.transfer.exchange import PageExchange
 from vllm_hicache.transfer.host import HostPool
 from vllm_hicache.units import format_bytes
+
+_SERVER_SHARE = 0.8
+"""Of a reader's time limit: it hears that a page does not come before it gives up."""
 
 _IDLE_WAIT_S = 0.002
 """An engine with nothing to compute would else ask a thousand times a second, on cores that copies need."""
@@ -54,6 +61,7 @@ class WorkerHalf:
         encodings: how a slab's interior is laid out, by role.
         available_bytes: host memory the machine has to spare; `None` where it does not say.
         open_store: opens the store for pages of a layout; `None` without an L3 store.
+        access: how other engines' pages are read and this one's are served; `None` where neither is to be.
         open_collective: connects ranks of a stage; `None` where they cannot be, so that each keeps all of its pages.
 
     Raises:
@@ -71,6 +79,7 @@ class WorkerHalf:
         available_bytes: int | None,
         open_store: Callable[[PageLayout], StoreFactory] | None = None,
         open_collective: OpenCollective | None = None,
+        access: PeerAccess | None = None,
     ) -> None:
         self._config = config
         self._place = place
@@ -87,8 +96,14 @@ class WorkerHalf:
         num_rows = wanted // geometry.slot_bytes
         device = cache.runs[0].view.device
         self._pool = HostPool(num_rows, *geometry.region_bytes, pin=device.type == "cuda", shard=shard)
+        self._exports: dict[OpId, int] = {}
+        self._ended_exports: deque[OpId] = deque()
+        self._acknowledged: deque[str] = deque()
+        self._peers = Peers(geometry.layout, access, metrics) if access is not None else None
+        self._server = self._open_server(geometry, access, metrics) if access is not None else None
+        port = self._server.port if self._server is not None else None
         self._inventory = Inventory(
-            place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_rows, encodings, shard
+            place.rank, geometry.holdings, geometry.layout, geometry.slot_bytes, num_rows, encodings, shard, port
         )
         self._consumption = Consumption()
         self._drill = (
@@ -126,12 +141,22 @@ class WorkerHalf:
         self._consume_all(plan.acks)
         for op in plan.cancels:
             self._engine.cancel(op)
+            if self._server is not None:
+                self._server.withdraw(op)
         repeated = self._consumption.repeated(plan.asks)
         self._asked.update(report.op for report in repeated)
         self._reports += repeated
         fence = self._engine.fence() if plan.loads else None
         for load in plan.loads:
-            self._engine.load(load, self._store(load.spaces), fence, self._begin(load))
+            peer = None
+            if load.peer is not None and self._peers is not None:
+                peer = self._peers.chunks(load.peer, load.spaces)
+            self._engine.load(load, self._store(load.spaces), fence, self._begin(load), peer)
+        for export in plan.exports:
+            self._export(export)
+        if self._peers is not None and self._place.rank == 0:
+            for released in plan.releases:
+                self._engine.submit(partial(self._peers.acknowledge, released))
         for flush in plan.flushes:
             self._engine.flush(flush, self._store(flush.spaces), self._begin(flush))
 
@@ -146,6 +171,13 @@ class WorkerHalf:
         for report in self._engine.collect(_IDLE_WAIT_S if plan.idle else 0.0):
             self._consumption.ready(report)
             self._reports.append(report)
+        while self._ended_exports:
+            op = self._ended_exports.popleft()
+            num_pages = self._exports.pop(op)
+            report = OpReport(self._place.rank, op, num_pages, num_pages)
+            self._consumption.ready(report)
+            self._reports.append(report)
+        acknowledged = tuple(self._acknowledged.popleft() for _ in range(len(self._acknowledged)))
         reports = self._take_reports()
         if self._log is not None:
             for report in reports:
@@ -158,11 +190,15 @@ class WorkerHalf:
         if self._place.is_alone:
             # There is nobody to be compared with: its lines go to disk at most.
             entries, mark = (), None
-        return StepResult(tuple(reports), entries, mark, received, invalid)
+        return StepResult(tuple(reports), entries, mark, received, invalid, acknowledged)
 
     def close(self) -> None:
         """Finish what is queued, within `shutdown_timeout_s`."""
         self._engine.close(self._config.shutdown_timeout_s)
+        if self._server is not None:
+            self._server.close()
+        if self._peers is not None:
+            self._peers.close()
         self._pool.close()
         if self._log is not None:
             self._log.close()
@@ -178,10 +214,35 @@ class WorkerHalf:
             self._log.agreed(num_slots if self._drill is None else self._drill.capacity(num_slots))
         self._agreed = True
 
-    def _begin(self, op: LoadOp | SaveOp | FlushOp) -> int | None:
+    def _open_server(self, geometry: RankGeometry, access: PeerAccess, metrics: Metrics) -> PageServer | None:
+        config = self._config
+        if config.peer_host is None:
+            return None
+        return PageServer(
+            self._pool,
+            geometry,
+            access.sealer,
+            access.password,
+            _SERVER_SHARE * config.peer_timeout_s,
+            metrics,
+            self._ended_exports.append,
+            self._acknowledged.append,
+            config.peer_host,
+            config.peer_port + self._place.rank if config.peer_port else 0,
+        )
+
+    def _export(self, export: ExportOp) -> None:
+        vouched = self._begin(export)
+        self._exports[export.op] = len(export.pages) if vouched is None else vouched
+        if self._server is None:
+            self._ended_exports.append(export.op)
+        else:
+            self._server.export(export, self._exports[export.op])
+
+    def _begin(self, op: LoadOp | SaveOp | FlushOp | ExportOp) -> int | None:
         """Begin an operation in this rank's books; leading pages whose slots are what the plan says, `None` for all."""
         self._consumption.begin(op.op, self._place.rank, op if isinstance(op, LoadOp) else None)
-        if self._drill is not None:
+        if self._drill is not None and not isinstance(op, ExportOp):
             self._drill.began(op, self._log)
         return self._log.begin(op) if self._log is not None else None
 

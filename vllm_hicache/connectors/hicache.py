@@ -174,8 +174,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request's blocks may be freed at once: saves hold theirs."""
-        self._scheduler.finished(request)
-        return False, None
+        return False, self._scheduler.finished(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

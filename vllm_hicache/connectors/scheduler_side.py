@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,14 +23,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_hicache.config import Config, DraftMiss, WritePolicy
 from vllm_hicache.connectors import adapt
-from vllm_hicache.errors import HiCacheError, InvariantError
+from vllm_hicache.errors import ConfigError, HiCacheError, InvariantError
 from vllm_hicache.events import PageStored
 from vllm_hicache.geometry import PageLayout
+from vllm_hicache.handoff.protocol import Serving, peer_of
 from vllm_hicache.inventory import Inventory, agree, check_writers
 from vllm_hicache.lookup import StoreLookups
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, RequestId, Tier
-from vllm_hicache.plan import Plan, RankNews
+from vllm_hicache.plan import Peer, Plan, RankNews
 from vllm_hicache.scheduler import SchedulerHalf
 from vllm_hicache.stores import StoreOpener
 
@@ -87,6 +88,9 @@ class SchedulerSide:
         self._stores = StoreOpener.for_config(self._config, self.metrics)
         self._adapters = adapt.AdapterVersions()
         self._requests: dict[str, Request] = {}
+        self._role: str = vllm_config.kv_transfer_config.kv_role
+        self._peer_key = adapt.peer_key()
+        self._serving: Serving | None = None
         self._manager: KVCacheManager | None = None
         self._holds: adapt.DeviceHolds | None = None
         self._half: SchedulerHalf | None = None
@@ -119,6 +123,10 @@ class SchedulerSide:
         if self._holds is None:
             raise InvariantError("ranks handed over their inventories before the engine bound its cache manager")
         ranks = sorted(inventories, key=lambda inventory: inventory.rank)
+        if self._config.peer_host is not None:
+            tp_size = self._vllm_config.parallel_config.tensor_parallel_size
+            engine = self._vllm_config.kv_transfer_config.engine_id
+            self._serving = Serving(engine, self._config.peer_host, ranks, tp_size)
         agreed = agree(ranks, adapt.place(self._vllm_config, rank=0).num_ranks)
         layout = agreed.layout
         if self._stores and self._config.write != WritePolicy.NEVER:
@@ -170,7 +178,15 @@ class SchedulerSide:
             return
         self._requests[request.request_id] = request
         extras = adapt.extra_keys(request, self.half.namespace.page_tokens)
-        self.half.begin(RequestId(request.request_id), request, request.cache_salt, adapter, extras)
+        self.half.begin(
+            RequestId(request.request_id),
+            request,
+            request.cache_salt,
+            adapter,
+            extras,
+            self._peer(request),
+            self._export_name(request),
+        )
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """vLLM's answer: tokens beyond its own prefix, `None` to be asked again; always asynchronous."""
@@ -199,19 +215,48 @@ class SchedulerSide:
         metadata = output.kv_connector_worker_meta
         news = metadata.news if isinstance(metadata, HiCacheWorkerMetadata) else ()
         reports = [report for each in news for report in each.reports]
-        self.half.report(reports, {each.rank: each.entries for each in news}, {each.rank: each.mark for each in news})
+        entries, marks = {each.rank: each.entries for each in news}, {each.rank: each.mark for each in news}
+        self.half.report(reports, entries, marks, [name for each in news for name in each.acknowledged])
 
-    def finished(self, request: Request) -> None:
-        """A request has ended."""
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """A request has ended; what is to be said to the engine that goes on with it."""
         self._requests.pop(request.request_id, None)
-        self.half.finished(RequestId(request.request_id))
+        is_computed = request.num_computed_tokens >= request.num_prompt_tokens
+        is_exported = self.half.finished(RequestId(request.request_id), is_computed)
+        if not is_exported or self._serving is None:
+            return None
+        return self._serving.told(self._export_name(request) or "", self.half.spaces, self._peer_key)
+
+    def _export_name(self, request: Request) -> str | None:
+        """By which name another engine will acknowledge what this one computes; `None` where none is to.
+
+        A proxy that asks both engines at once names it itself.
+        """
+        parameters = request.kv_transfer_params or {}
+        if self._serving is None or not parameters.get("do_remote_decode"):
+            return None
+        return str(parameters.get("remote_request_id") or request.request_id)
+
+    def _peer(self, request: Request) -> Peer | None:
+        """The engine that has computed a request's prompt."""
+        if self._role == "kv_producer":
+            return None
+        try:
+            return peer_of(request.kv_transfer_params or {}, self.half.spaces, self._peer_key)
+        except ConfigError as error:  # a miss: the prompt is computed here
+            self.metrics.count("handoffs", "refused")
+            logger.warning("A request's prompt is computed again: %s", error)
+            return None
 
     def hit_sources(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
         """Tokens of a planned load by vLLM's names of tiers."""
         store = CacheHitSource.DISK if self._disk else CacheHitSource.EXTERNAL_UNSPECIFIED
-        sources = {Tier.HOST: CacheHitSource.HOST, Tier.STORE: store}
+        sources = {Tier.HOST: CacheHitSource.HOST, Tier.STORE: store, Tier.PEER: CacheHitSource.EXTERNAL_UNSPECIFIED}
         hits = self.half.hit_tokens(RequestId(request.request_id), tokens)
-        return {sources[tier]: count for tier, count in hits.items()}
+        split: dict[CacheHitSource, int] = {}
+        for tier, count in hits.items():
+            split[sources[tier]] = split.get(sources[tier], 0) + count
+        return split
 
     def take_events(self) -> Iterator[KVCacheEvent]:
         """vLLM's KV events for what entered and left host memory and the store. Block hashes are page keys."""

@@ -47,6 +47,7 @@ class WorkerSide:
         self._reports: tuple[OpReport, ...] = ()
         self._entries: tuple[Entry, ...] = ()
         self._mark: Mark | None = None
+        self._acknowledged: tuple[str, ...] = ()
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Build the half over the engine's tensors.
@@ -64,6 +65,7 @@ class WorkerSide:
             look_at_host().spare_bytes,
             self._stores.on if self._stores else None,
             self._open_collective if self._place.num_ranks > 1 else None,
+            adapt.peer_access(self._vllm_config, self._config),
         )
 
     def _open_collective(self, members: Sequence[int], device: torch.device) -> Collective:
@@ -104,6 +106,7 @@ class WorkerSide:
         self._reports += result.reports
         self._entries += result.entries
         self._mark = result.mark
+        self._acknowledged += result.acknowledged
         return KVConnectorTransferResults(finished_recving=set(result.received))
 
     def take_invalid_blocks(self) -> set[int]:
@@ -115,9 +118,10 @@ class WorkerSide:
         """What the scheduler half has to know of this rank; `None` where there is nothing new."""
         reports, self._reports = self._reports, ()
         entries, self._entries = self._entries, ()
-        if not reports and not entries:
+        acknowledged, self._acknowledged = self._acknowledged, ()
+        if not reports and not entries and not acknowledged:
             return None
-        return RankNews(self._place.rank, reports, entries, self._mark)
+        return RankNews(self._place.rank, reports, entries, self._mark, acknowledged)
 
     def close(self) -> None:
         """Finish what is queued and close the store."""

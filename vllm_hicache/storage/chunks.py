@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from vllm_hicache.errors import StoreError
 from vllm_hicache.geometry import UnitRun
@@ -37,6 +38,20 @@ MOST_GAP_BYTES = 256 << 10
 
 Measured on local stores, a call is worth 200 KiB on shared memory, 400 KiB on files and Redis, 2 MiB on S3.
 """
+
+
+class ChunkSource(Protocol):
+    """What pages are filled from: a store, or another engine."""
+
+    def load(self, chunk: ChunkId, payload: memoryview, unit_bytes: int) -> MissReason | None:
+        """See `ChunkStore.load`."""
+        ...
+
+    def load_part(
+        self, chunk: ChunkId, runs: Sequence[UnitRun], payload: memoryview, unit_bytes: int, num_units: int
+    ) -> MissReason | None:
+        """See `ChunkStore.load_part`."""
+        ...
 
 
 class RoleChunks:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,7 @@ from vllm_hicache.geometry import Part, RankGeometry
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import MissReason, OpId, Phase, Role
 from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
-from vllm_hicache.storage.chunks import RoleChunks
+from vllm_hicache.storage.chunks import ChunkSource, RoleChunks
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.transfer.copier import Copier, Fence
 from vllm_hicache.transfer.exchange import Batch, PageExchange
@@ -102,11 +102,19 @@ class TransferEngine:
         """Mark the present for copies that are submitted with it."""
         return self._copier.fence()
 
-    def load(self, op: LoadOp, store: RoleChunks | None, fence: Fence, vouched: int | None = None) -> None:
+    def load(
+        self,
+        op: LoadOp,
+        store: RoleChunks | None,
+        fence: Fence,
+        vouched: int | None = None,
+        peer: ChunkSource | None = None,
+    ) -> None:
         """Start a load; `collect` tells of its end, whatever happens.
 
         Args:
             vouched: leading pages whose slots are what the plan says; the others are not touched. `None`: all.
+            peer: the other engine, where the operation names one.
         """
         self._num_open += 1
         is_exchanged = self._exchange is not None and op.request_id is not None
@@ -125,11 +133,13 @@ class TransferEngine:
             if not page.from_store:
                 if page.blocks and not is_exchanged:
                     self._loading.submit(partial(self._copy, task, index, fence))
-            elif store is None:
+                continue
+            sources = self._sources(page, store, peer)
+            if sources:
+                self._fetching.submit(partial(self._fetch, task, index, sources, fence))
+            else:
                 self._metrics.count("misses", MissReason.ABSENT.value)
                 task.fail(index, MissReason.ABSENT)
-            else:
-                self._fetching.submit(partial(self._fetch, task, index, store, fence))
         if is_exchanged and task.is_held and any(page.from_store for page in op.pages):
             # It has nothing to fetch: the owners that have wait to hear so.
             self._note_end()
@@ -234,12 +244,25 @@ class TransferEngine:
                 timeout_s,
             )
 
-    def _fetch(self, task: LoadTask, index: int, store: RoleChunks, fence: Fence) -> None:
+    def submit(self, task: Callable[[], None]) -> None:
+        """Run something that waits for others on a thread that reads."""
+        self._fetching.submit(task)
+
+    @staticmethod
+    def _sources(page: PageMove, store: ChunkSource | None, peer: ChunkSource | None) -> dict[str, ChunkSource]:
+        """Where a page may come from, by the metrics' names of the way, in the order in which they are asked."""
+        found = {"fetch": None if page.from_peer else store, "handoff": peer}
+        return {name: source for name, source in found.items() if source is not None}
+
+    def _fetch(self, task: LoadTask, index: int, sources: Mapping[str, ChunkSource], fence: Fence) -> None:
         if not task.begin_fetch(index):
             return
         reason: MissReason | None = MissReason.ERROR
         try:
-            reason = self._timed("fetch", partial(self._fetch_page, task.op.pages[index], store))
+            for name, source in sources.items():
+                reason = self._timed(name, partial(self._fetch_page, task.op.pages[index], source))
+                if reason is None:
+                    break
         finally:
             if reason is not None:
                 self._metrics.count("misses", reason.value)
@@ -250,7 +273,7 @@ class TransferEngine:
             elif is_wanted:
                 self._loading.submit(partial(self._copy, task, index, fence))
 
-    def _fetch_page(self, page: PageMove, store: RoleChunks) -> MissReason | None:
+    def _fetch_page(self, page: PageMove, source: ChunkSource) -> MissReason | None:
         for part in self._geometry.parts:
             cell, payload = part.cell, self._pool.part(page.slot, part)
             chunk = ChunkId.of(page.name(cell.role), cell)
@@ -259,9 +282,9 @@ class TransferEngine:
                 # What a slot held before must not pass for state.
                 payload[:] = bytes(len(payload))
             elif part.is_whole:
-                reason = store.load(chunk, payload, cell.unit_bytes)
+                reason = source.load(chunk, payload, cell.unit_bytes)
             else:
-                reason = store.load_part(chunk, part.runs, payload, cell.unit_bytes, cell.num_units)
+                reason = source.load_part(chunk, part.runs, payload, cell.unit_bytes, cell.num_units)
             if reason is not None:
                 return reason
         return None

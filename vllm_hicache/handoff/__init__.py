@@ -1,0 +1,1 @@
+"""Prefill engine to decode engine: what they say, and how pages cross."""

@@ -1,0 +1,149 @@
+"""Other engines whose ranks serve pages: who has which cell, and how to read it.
+
+Each rank of an engine keeps one. Thread: any.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm_hicache.errors import StoreError
+from vllm_hicache.geometry import PageLayout, RankGeometry, UnitRun
+from vllm_hicache.metrics import Metrics
+from vllm_hicache.names import MissReason, ObjectName, Role
+from vllm_hicache.namespace import Spaces
+from vllm_hicache.plan import Peer, PeerRank
+from vllm_hicache.storage.base import Store
+from vllm_hicache.storage.chunks import ChunkStore
+from vllm_hicache.storage.envelope import ChunkId, Sealer
+from vllm_hicache.storage.redis import Layout, RedisStore
+from vllm_hicache.storage.redis_nodes import FixedNode
+from vllm_hicache.storage.redis_pool import Address, Login, WirePool
+from vllm_hicache.storage.wrappers import Metered, StoreCall
+
+logger = logging.getLogger(__name__)
+
+ACKNOWLEDGEMENT = "request/"
+"""Removing the object of this name and a prompt's says that nothing more of it will be read."""
+
+_MOST_RANKS = 256
+_Cell = tuple[Role, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAccess:
+    """How other engines are read.
+
+    Attributes:
+        password: what a reader says first; `None` where there is none.
+        sealer: that of all engines.
+        timeout_s: limit of every call, seconds. A page that its engine is still computing is waited for.
+        num_connections: to each rank.
+    """
+
+    password: str | None
+    sealer: Sealer
+    timeout_s: float
+    num_connections: int
+
+
+class PeerChunks:
+    """The chunks that a peer's ranks serve, as `ChunkStore` has those of a store.
+
+    Of ranks that hold the same cell the first that has the page is read: they may have shared out their pages.
+    """
+
+    def __init__(self, by_cell: dict[_Cell, list[ChunkStore]]) -> None:
+        self._by_cell = by_cell
+
+    def load(self, chunk: ChunkId, payload: memoryview, unit_bytes: int) -> MissReason | None:
+        """See `ChunkStore.load`."""
+        return self._first(chunk, lambda store: store.load(chunk, payload, unit_bytes))
+
+    def load_part(
+        self, chunk: ChunkId, runs: Sequence[UnitRun], payload: memoryview, unit_bytes: int, num_units: int
+    ) -> MissReason | None:
+        """See `ChunkStore.load_part`."""
+        return self._first(chunk, lambda store: store.load_part(chunk, runs, payload, unit_bytes, num_units))
+
+    def _first(self, chunk: ChunkId, load: Callable[[ChunkStore], MissReason | None]) -> MissReason | None:
+        reason: MissReason | None = MissReason.ABSENT
+        for store in self._by_cell.get((chunk.role, chunk.layer_group, chunk.head_group), ()):
+            reason = load(store)
+            if reason is not MissReason.ABSENT:
+                break
+        return reason
+
+
+class Peers:
+    """Opens peers; their connections are kept.
+
+    Args:
+        layout: the whole model's page, which peers cut alike: the namespace says so.
+    """
+
+    def __init__(self, layout: PageLayout, access: PeerAccess, metrics: Metrics) -> None:
+        self._layout = layout
+        self._access = access
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._stores: OrderedDict[tuple[str, int], Store] = OrderedDict()
+
+    def chunks(self, peer: Peer, spaces: Spaces) -> PeerChunks:
+        """What a peer serves under these namespaces. Nothing is connected yet."""
+        digests = {Role.TARGET: spaces.target, Role.DRAFT: spaces.draft}
+        grids = {shape.role: self._layout.grid_of(shape) for shape in self._layout.roles}
+        by_cell: dict[_Cell, list[ChunkStore]] = {}
+        for rank in peer.ranks:
+            store = self._open(rank)
+            by_role = {
+                role: ChunkStore(store, digest, grids[role], self._access.sealer)
+                for role, digest in digests.items()
+                if digest is not None and role in grids
+            }
+            for part in RankGeometry(self._layout, rank.holdings).parts:
+                cell = part.cell
+                if part.is_whole and cell.role in by_role:
+                    place = (cell.role, cell.layer_group, cell.head_group)
+                    by_cell.setdefault(place, []).append(by_role[cell.role])
+        return PeerChunks(by_cell)
+
+    def acknowledge(self, peer: Peer) -> None:
+        """Tell a peer that nobody reads a prompt's pages any more; its first rank tells the others."""
+        try:
+            self._open(peer.ranks[0]).delete(ObjectName(f"{ACKNOWLEDGEMENT}{peer.request}"))
+        except StoreError as error:  # the lease on the pages runs out instead
+            logger.warning("A peer was not told that its pages have been read: %s", error)
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            stores, self._stores = list(self._stores.values()), OrderedDict()
+        for store in stores:
+            store.close()
+
+    def _open(self, rank: PeerRank) -> Store:
+        place = (rank.host, rank.port)
+        with self._lock:
+            if place not in self._stores:
+                self._stores[place] = self._new(rank)
+            self._stores.move_to_end(place)
+            surplus = self._stores.popitem(last=False)[1] if len(self._stores) > _MOST_RANKS else None
+            store = self._stores[place]
+        if surplus is not None:
+            surplus.close()
+        return store
+
+    def _new(self, rank: PeerRank) -> Store:
+        layout = Layout(f"the engine at {rank.host}:{rank.port}", "")
+        wires = WirePool(Login(password=self._access.password), self._access.num_connections)
+        store = RedisStore(layout, FixedNode(Address(rank.host, rank.port)), wires, self._access.timeout_s)
+        return Metered(store, self._count)
+
+    def _count(self, call: StoreCall) -> None:
+        if call.num_bytes:
+            self._metrics.count("peer_bytes", "received", call.num_bytes)
