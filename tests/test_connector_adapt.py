@@ -27,17 +27,22 @@ from vllm_hicache.connectors.adapt import (
     model_identity,
     namespace,
     parse_config,
+    peer_access,
+    peer_key,
     place,
 )
 from vllm_hicache.connectors.compat import SUPPORTED, check_version, version_tuple
 from vllm_hicache.errors import ConfigError, UnsupportedEngineError
 from vllm_hicache.geometry import PageLayout, RoleShape
 from vllm_hicache.grid import Grid
+from vllm_hicache.handoff.peers import PeerAccess
 from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
 from vllm_hicache.names import PageKey, Role
 from vllm_hicache.namespace import DraftSpace
 from vllm_hicache.place import Place
+from vllm_hicache.secrets import PEER_KEY_VARIABLE, SEAL_KEY_VARIABLE
+from vllm_hicache.storage.envelope import HmacSealer
 
 PAGE = 8
 
@@ -580,3 +585,93 @@ def test_salt_and_adapters_name_path_and_version_each_change_every_key(tmp_path:
     }
     chains = [keys(request(), **root) for root in roots.values()]
     assert len({key for chain in chains for key in chain}) == 4 * len(roots)
+
+
+# Engines that hand prompts to each other
+
+
+def role(name: str, **settings: object) -> SimpleNamespace:
+    transfer = SimpleNamespace(kv_role=name, kv_connector_extra_config={"store": "none", **settings})
+    return engine(kv_transfer_config=transfer)
+
+
+@pytest.fixture
+def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (PEER_KEY_VARIABLE, SEAL_KEY_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+
+
+HERE, ELSEWHERE = {"peer_host": "127.0.0.1"}, {"peer_host": "10.0.0.7"}
+SERVED = [
+    ("kv_both", {}),
+    ("kv_both", HERE),
+    ("kv_producer", HERE),
+    ("kv_consumer", {}),
+    ("kv_both", HERE | {"peer_port": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), SERVED, ids=str)
+def test_roles_are_served_with_what_they_need(name: str, settings: dict[str, object], without_key: None) -> None:
+    check_engine(role(name, **settings), groups(group()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("kv_producer", {}, "kv_role='kv_producer' computes prompts for other engines, .*: set peer_host in kv_conn"),
+        ("kv_consumer", HERE, "contradicts peer_host='127.0.0.1', .*: remove peer_host, or set kv_role to 'kv_both'"),
+        ("kv_both", {"peer_port": 7001}, "peer_port=7001 without peer_host serves nobody: set peer_host .*, or remove"),
+        ("kv_consumer", {"peer_port": 7001}, "peer_port=7001 without peer_host serves nobody"),
+        (
+            "kv_producer",
+            ELSEWHERE,
+            "peer_host='10.0.0.7' is reached from other machines, .*: set VLLM_HICACHE_PEER_KEY",
+        ),
+        ("kv_both", {"peer_host": "0.0.0.0"}, "there is no key: set VLLM_HICACHE_PEER_KEY .*openssl rand -hex 32"),
+    ],
+)
+def test_a_role_without_what_it_needs_is_refused_with_the_way_out(
+    name: str, settings: dict[str, object], message: str, without_key: None
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_engine(role(name, **settings), groups(group()))  # type: ignore[arg-type]
+
+
+def test_with_a_key_pages_may_be_served_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PEER_KEY_VARIABLE, "ab" * 32)
+    check_engine(role("kv_producer", **ELSEWHERE), groups(group()))  # type: ignore[arg-type]
+    assert peer_key() == bytes.fromhex("ab" * 32)
+
+
+def test_a_key_that_is_none_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PEER_KEY_VARIABLE, "secret")
+    with pytest.raises(ConfigError, match="VLLM_HICACHE_PEER_KEY of 6 characters is no key"):
+        check_engine(role("kv_producer", **ELSEWHERE), groups(group()))  # type: ignore[arg-type]
+
+
+def access(name: str, **settings: object) -> PeerAccess | None:
+    told = role(name, **settings)
+    return peer_access(told, parse_config(told))  # type: ignore[arg-type]
+
+
+def test_only_an_engine_that_neither_serves_nor_reads_has_no_access_to_others(without_key: None) -> None:
+    assert access("kv_both") is None
+    assert None not in [access("kv_both", **HERE), access("kv_producer", **HERE), access("kv_consumer")]
+
+
+def test_access_has_the_limits_of_the_settings_and_no_password_without_a_key(without_key: None) -> None:
+    found = access("kv_consumer", peer_timeout_s=3.0)
+    assert found is not None
+    assert (found.password, found.timeout_s, found.num_connections) == (None, 3.0, Config().fetch_threads)
+
+
+def test_engines_with_one_key_have_one_password_and_seal_with_their_seal_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for key in ("ab", "ab", "cd"):
+        monkeypatch.setenv(PEER_KEY_VARIABLE, key * 32)
+        monkeypatch.setenv(SEAL_KEY_VARIABLE, "ef" * 32)
+        found.append(access("kv_consumer"))
+    passwords = [each.password for each in found if each is not None]
+    assert passwords[0] == passwords[1] != passwords[2]
+    assert all(isinstance(each.sealer, HmacSealer) for each in found if each is not None)

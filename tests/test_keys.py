@@ -24,6 +24,7 @@ PAGE = 8
 
 GOLDEN_ROOT = "ebfe41910155f13c3d9e1b5234421bb19227311c25f321602a5210a15a63d44f"
 GOLDEN = ["5f6edc8b8106a56a", "ed57e7a35307305b", "e56e1e264213a83d", "0241a542f87701f5"]
+GOLDEN_TAIL = "6f6794333ae2ced4"
 
 tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 
@@ -228,3 +229,61 @@ def test_without_the_next_token_both_names_are_one() -> None:
     chain.extend(TOKENS)
     assert chain.keys is chain.plain
     assert chain.next_at == 5 * PAGE
+
+
+# The unfinished last page
+
+
+def tail_of(tokens: Sequence[int], page: int = PAGE, extras: Iterable[ExtraKey] = ()) -> PageKeys:
+    chain = PageKeys(chain_root(NAMESPACE), page, extras)
+    chain.extend(tokens)
+    return chain
+
+
+def test_a_chain_of_whole_pages_has_no_unfinished_one() -> None:
+    assert tail_of([]).tail() is None
+    assert tail_of(TOKENS).tail() is None
+
+
+@given(tokens_lists, st.integers(1, 61))
+def test_an_unfinished_page_is_named_by_the_formula_of_all_pages(tokens: list[int], page: int) -> None:
+    chain, rest = tail_of(tokens, page), tokens[len(tokens) // page * page :]
+    parent = chain.keys[-1] if chain.keys else chain_root(NAMESPACE)
+    content = b"".join(token.to_bytes(4, "little") for token in rest)
+    assert chain.tail() == (hashed(parent, content, b"") if rest else None)
+
+
+@given(tokens_lists, st.integers(1, 9))
+def test_asking_for_the_unfinished_page_changes_nothing(tokens: list[int], page: int) -> None:
+    asked, plain = tail_of([], page), tail_of(tokens, page)
+    for token in tokens:
+        asked.extend([token])
+        asked.tail()
+    assert (asked.keys, asked.num_tokens, asked.tail()) == (plain.keys, plain.num_tokens, plain.tail())
+
+
+def test_every_length_of_an_unfinished_page_has_a_name_of_its_own() -> None:
+    names = [tail_of(TOKENS[:length]).tail() or tail_of(TOKENS[:length]).keys[-1] for length in range(1, 2 * PAGE + 1)]
+    assert len(set(names)) == 2 * PAGE
+
+
+def test_the_name_of_an_unfinished_page_stays_what_it_is() -> None:
+    tail = tail_of(TOKENS[:11]).tail()
+    assert tail is not None
+    assert tail.hex()[:16] == GOLDEN_TAIL
+
+
+@pytest.mark.parametrize(("start", "differs"), [(7, True), (8, True), (10, True), (16, False)])
+def test_an_item_beside_the_tokens_changes_the_name_of_the_unfinished_page_it_touches(
+    start: int, differs: bool
+) -> None:
+    item = ExtraKey(start, start + 1, "image", b"cat")
+    chain, plain = tail_of(TOKENS[:11], extras=[item]), tail_of(TOKENS[:11])
+    assert (chain.keys != plain.keys) is (start < PAGE)
+    assert (chain.tail() != plain.tail()) is differs
+
+
+def test_the_unfinished_page_of_a_chain_named_by_next_tokens_is_that_of_the_plain_chain() -> None:
+    chain = named_with_next(TOKENS[:19])
+    assert chain.tail() == tail_of(TOKENS[:19]).tail()
+    assert named_with_next(TOKENS[: 2 * PAGE]).tail() is None

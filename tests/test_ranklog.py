@@ -15,7 +15,8 @@ from vllm_hicache import ranklog
 from vllm_hicache.entries import Entry, EntryKind
 from vllm_hicache.errors import InvariantError
 from vllm_hicache.names import OpId, PageKey, Phase, Slot
-from vllm_hicache.plan import Ack, FlushOp, LoadOp, OpReport, PageMove, SaveOp
+from vllm_hicache.namespace import Spaces
+from vllm_hicache.plan import Ack, ExportOp, FlushOp, LoadOp, OpReport, PageMove, SaveOp
 from vllm_hicache.ranklog import RankLog, digest_of
 
 CAPACITY, HIT, EVICT, LOCK, ACK, UNLOCK, DONE = EntryKind
@@ -41,6 +42,10 @@ def save(op: int, moves: Sequence[PageMove]) -> SaveOp:
 
 def flush(op: int, moves: Sequence[PageMove]) -> FlushOp:
     return FlushOp(OpId(op), b"", tuple(moves))
+
+
+def export(op: int, moves: Sequence[PageMove], absent: Sequence[PageMove] = ()) -> ExportOp:
+    return ExportOp(OpId(op), Spaces(b""), tuple(moves), tuple(absent))
 
 
 def ack(op: int, done: int, held: int | None = None, phase: Phase = Phase.SETTLED) -> Ack:
@@ -93,6 +98,42 @@ def test_a_flush_only_locks() -> None:
     log = holding(0)
     assert log.begin(flush(2, pages([0]))) == 1
     assert rows(log) == [(2, LOCK, 1)]
+
+
+def test_an_export_only_locks_and_is_unlocked_after_its_ack() -> None:
+    log = holding(0, 1)
+    assert log.begin(export(2, pages([0, 1]))) == 2
+    log.consume(ack(2, 2))
+    assert rows(log) == [(2, LOCK, 2), (2, ACK, 2), (2, UNLOCK, 2)]
+
+
+def test_absent_pages_of_an_export_are_no_pages_of_it() -> None:
+    log = holding(0)
+    assert log.begin(export(2, pages([0]), [page(1, -1), page(2, -1)])) == 1
+    assert log.begin(export(3, [], [page(1, -1)])) == 0
+    assert rows(log) == [(2, LOCK, 1), (3, LOCK, 0)]
+
+
+@pytest.mark.parametrize("wrong", [page(7, 1), page(1, 5), page(1, -1)], ids=["other page", "other slot", "no slot"])
+def test_an_export_is_vouched_for_up_to_the_first_slot_that_holds_something_else(wrong: PageMove) -> None:
+    log = holding(0, 1, 2)
+    assert log.begin(export(2, [page(0, 0), wrong, page(2, 2)])) == 1
+
+
+def test_a_slot_that_others_read_does_not_change_hands() -> None:
+    log = holding(0)
+    log.begin(export(2, pages([0])))
+    assert log.begin(save(3, [page(9, 0)])) == 0
+    for op in (2, 3):
+        log.consume(ack(op, 0))
+    assert log.begin(save(4, [page(9, 0)])) == 1
+
+
+def test_the_end_of_an_export_leaves_its_pages_where_they_are() -> None:
+    log = holding(0)
+    log.begin(export(2, pages([0])))
+    log.consume(ack(2, 0))
+    assert log.begin(load(3, pages([0]))) == 1
 
 
 def test_a_load_without_pages_is_begun_and_unlocked() -> None:

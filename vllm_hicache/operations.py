@@ -66,6 +66,7 @@ class Operations:
         self._flushing: set[PageKey] = set()
         self._bare = bare
         self._storable = StorablePages(bare)
+        self._unfinished: set[PageKey] = set()
         self._epoch = 0
         self._spaces = Spaces(b"")
         self._step = 0
@@ -131,7 +132,10 @@ class Operations:
         load = LoadOp(op, self._spaces, tracked.request_id, tuple(moves), limit, tuple(unserved), tracked.peer)
         self._next.loads.append(load)
         event_tokens = self._tokens_of(tracked, answer.host_end, answer.end)
-        self._open[op] = OpenLoad(tracked, keys, plain, answer, tokens, slots, lease, self._epoch, event_tokens)
+        num_full = len(tracked.keys.keys)
+        self._open[op] = OpenLoad(
+            tracked, keys, plain, answer, tokens, slots, lease, self._epoch, event_tokens, num_full
+        )
         self._moving.update(keys[answer.host_end : served])
         self._bare.note(keys[answer.bare_start : min(served, answer.store_end)], is_bare=True)
         if self._config.write != WritePolicy.BACK:
@@ -159,7 +163,7 @@ class Operations:
         end = start + len(slots)
         answer = Answer(start * self._page, start, start, end, whole_end, end)
         event_tokens = self._tokens_of(tracked, start, stop)
-        self._open[op] = OpenLoad(None, keys, plain, answer, 0, slots, lease, self._epoch, event_tokens)
+        self._open[op] = OpenLoad(None, keys, plain, answer, 0, slots, lease, self._epoch, event_tokens, end)
         self._moving.update(keys[start : start + len(slots)])
         self._bare.note(keys[max(start, whole_end) : start + len(slots)], is_bare=True)
 
@@ -197,7 +201,10 @@ class Operations:
         of_chain, plain = tracked.chain(stop)
         # vLLM's own prefix cache takes blocks for each other that differ in nothing but the token that follows.
         doubtful_end = tracked.local // self._page if tracked.keys.has_next else 0
-        self._open[op] = OpenSave(of_chain, plain, start, slots, held, lease, self._epoch, tokens, doubtful_end)
+        num_full = len(tracked.keys.keys)
+        self._open[op] = OpenSave(
+            of_chain, plain, start, slots, held, lease, self._epoch, tokens, num_full, doubtful_end
+        )
         self._moving.update(keys[start:stop])
         self._bare.note(keys[start:stop], tracked.is_bare)
         return stop == len(keys)
@@ -338,10 +345,9 @@ class Operations:
         if stop == start or record.epoch != self._epoch:
             return
         first = answer.host_end + start
-        num_stored = max(start, min(stop, answer.store_end - answer.host_end))
-        self._enter_tree(record, first, record.slots[start:num_stored], answer.host_end, stored=True)
-        of_peer = record.slots[num_stored:stop]
-        self._enter_tree(record, answer.host_end + num_stored, of_peer, answer.host_end, stored=False)
+        of_store = max(start, min(stop, answer.store_end - answer.host_end))
+        self._enter_tree(record, first, record.slots[start:of_store], answer.host_end, stored=True)
+        self._enter_tree(record, answer.host_end + of_store, record.slots[of_store:stop], answer.host_end, stored=False)
         record.attached = stop
         # Where the device alone has the pages before, nothing could enter the tree, and there is nothing to lease.
         reach = self._tier.match(record.keys[: first + stop - start], touch=False).num_pages
@@ -407,16 +413,23 @@ class Operations:
         doubtful_end: int = 0,
     ) -> None:
         """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`."""
-        stop = first + len(slots)
-        if not slots:
-            return
-        self._moving.difference_update(record.keys[first:stop])
-        new = self._tier.attach(record.keys, first, slots, stored)
-        for index in range(stop - new, stop):
+        full = slots[: max(0, record.num_full - first)]
+        new = self._attach(record, first, full, stored)
+        # What has less than a page's tokens is of use to its two engines alone: it needs no store, and no event tells.
+        unfinished = self._attach(record, first + len(full), slots[len(full) :], stored=True)
+        self._unfinished.update(record.keys[index] for index in unfinished)
+        for index in (*new, *unfinished):
             self._storable.enter(record.keys[index], record.plain[index], index < doubtful_end)
+        for index in new:
             token = (index - first_event) * self._page
             page = tuple(record.event_tokens[token : token + self._page])
             self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
+
+    def _attach(self, record: OpenLoad | OpenSave, first: int, slots: Sequence[Slot], stored: bool) -> range:
+        """Pages from `first` on that are new in the tree."""
+        stop = first + len(slots)
+        self._moving.difference_update(record.keys[first:stop])
+        return range(stop - self._tier.attach(record.keys, first, slots, stored), stop)
 
     def _flush_on_hit(self, keys: Sequence[PageKey]) -> None:
         found = self._tier.match(keys, touch=False)
@@ -435,7 +448,10 @@ class Operations:
             self._metrics.count("evicted_pages", Tier.HOST.value, len(evicted))
         for page in evicted:
             self._storable.leave(page.key)
-            self._events.removed(Tier.HOST, page.key)
+            if page.key in self._unfinished:
+                self._unfinished.remove(page.key)
+            else:
+                self._events.removed(Tier.HOST, page.key)
 
     def _blocks_of(self, page: int, blocks: Sequence[BlockId], local: int) -> tuple[tuple[BlockId, ...], int]:
         """Blocks of a page without those that hold the `local` leading tokens, and the first one's position.

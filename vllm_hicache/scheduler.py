@@ -136,7 +136,7 @@ class SchedulerHalf:
         tracked = Tracked(request_id, source, PageKeys(root, self._page, extras, bool(self._num_ahead)), self._epoch)
         self._tracked[request_id] = tracked
         if peer is not None or export is not None:
-            tracked.extend_keys()
+            tracked.keys.extend(source.all_token_ids)
             name = peer.request if peer is not None else export or ""
             tracked.handoff = Handoff.of_prompt(name, tracked.keys, peer)
         if tracked.handoff is not None and peer is None:
@@ -184,6 +184,9 @@ class SchedulerHalf:
         tokens = min(end * self._page, tracked.source.num_tokens - 1) - local_tokens
         if tokens < max(1, self._config.load_threshold):
             return Offer()
+        # The page of a last token that is left to compute has nothing to give.
+        end = -(-(local_tokens + tokens) // self._page)
+        host_end, store_end = min(host_end, end), min(store_end, end)
         lookup = tracked.lookup
         whole_end = tracked.lookup_start + lookup.num_whole if lookup is not None else store_end
         tracked.answer = Answer(local_tokens, first, host_end, store_end, whole_end, end)

@@ -166,7 +166,7 @@ class OpenLoad:
     """A load on its way. `slots` are those of pages [host_end, host_end + len(slots)), from the store or a peer.
 
     `tracked` is `None` for a prefetch, which no request waits for. The first `attached` slots are in the tree
-    already, under the lease.
+    already, under the lease. Pages from `num_full` on are unfinished.
     """
 
     tracked: Tracked | None
@@ -178,6 +178,7 @@ class OpenLoad:
     lease: Lease
     epoch: int
     event_tokens: Sequence[int]
+    num_full: int
     attached: int = 0
 
 
@@ -186,7 +187,7 @@ class OpenSave:
     """A save on its way: pages [start, start + len(slots)) of a chain, read from held `blocks`.
 
     `event_tokens` are those of the pages where events are recorded, else empty. Pages before `doubtful_end` come from
-    blocks whose last place of the draft may belong to another next token.
+    blocks whose last place of the draft may belong to another next token; those from `num_full` on are unfinished.
     """
 
     keys: Sequence[PageKey]
@@ -197,6 +198,7 @@ class OpenSave:
     lease: Lease
     epoch: int
     event_tokens: Sequence[int]
+    num_full: int
     doubtful_end: int
 
 

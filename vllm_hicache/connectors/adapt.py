@@ -285,9 +285,15 @@ def draft_space(vllm_config: VllmConfig, agreed: Agreed) -> DraftSpace | None:
     )
 
 
+def takes_over(vllm_config: VllmConfig, config: Config) -> bool:
+    """Whether prompts that other engines have computed may be read from them."""
+    role = vllm_config.kv_transfer_config.kv_role
+    return bool(role == "kv_consumer" or (role == "kv_both" and config.peer_host is not None))
+
+
 def peer_access(vllm_config: VllmConfig, config: Config) -> PeerAccess | None:
     """How pages are read from other engines, and served to them; `None` where neither can be asked for."""
-    if vllm_config.kv_transfer_config.kv_role == "kv_both" and config.peer_host is None:
+    if config.peer_host is None and not takes_over(vllm_config, config):
         return None
     keys = Secrets.from_environment(os.environ)
     return PeerAccess(password(keys.peer_key), sealer_for(keys.seal_key), config.peer_timeout_s, config.fetch_threads)

@@ -30,7 +30,7 @@ from vllm_hicache.handoff.protocol import Serving, peer_of
 from vllm_hicache.inventory import Inventory, agree, check_writers
 from vllm_hicache.lookup import StoreLookups
 from vllm_hicache.metrics import Metrics
-from vllm_hicache.names import BlockId, RequestId, Tier
+from vllm_hicache.names import BlockId, PageKey, RequestId, Tier
 from vllm_hicache.plan import Peer, Plan, RankNews
 from vllm_hicache.scheduler import SchedulerHalf
 from vllm_hicache.stores import StoreOpener
@@ -88,9 +88,10 @@ class SchedulerSide:
         self._stores = StoreOpener.for_config(self._config, self.metrics)
         self._adapters = adapt.AdapterVersions()
         self._requests: dict[str, Request] = {}
-        self._role: str = vllm_config.kv_transfer_config.kv_role
+        self._takes_over = adapt.takes_over(vllm_config, self._config)
         self._peer_key = adapt.peer_key()
         self._serving: Serving | None = None
+        self._block_tokens = 0
         self._manager: KVCacheManager | None = None
         self._holds: adapt.DeviceHolds | None = None
         self._half: SchedulerHalf | None = None
@@ -129,6 +130,7 @@ class SchedulerSide:
             self._serving = Serving(engine, self._config.peer_host, ranks, tp_size)
         agreed = agree(ranks, adapt.place(self._vllm_config, rank=0).num_ranks)
         layout = agreed.layout
+        self._block_tokens = layout.block_tokens
         if self._stores and self._config.write != WritePolicy.NEVER:
             check_writers(ranks, layout)
         namespace = adapt.namespace(self._vllm_config, self._kv_cache_config, self._config, agreed)
@@ -239,7 +241,7 @@ class SchedulerSide:
 
     def _peer(self, request: Request) -> Peer | None:
         """The engine that has computed a request's prompt."""
-        if self._role == "kv_producer":
+        if not self._takes_over:
             return None
         try:
             return peer_of(request.kv_transfer_params or {}, self.half.spaces, self._peer_key)
@@ -259,21 +261,28 @@ class SchedulerSide:
         return split
 
     def take_events(self) -> Iterator[KVCacheEvent]:
-        """vLLM's KV events for what entered and left host memory and the store. Block hashes are page keys."""
+        """vLLM's KV events for what entered and left host memory and the store, block by block as its own are.
+
+        The last block of a page is known by the page's key.
+        """
         for event in self.half.events.take():
             medium = _MEDIUMS[event.tier]
             if isinstance(event, PageStored):
                 yield BlockStored(
-                    block_hashes=[event.key],
+                    block_hashes=self._hashes(event.key),
                     parent_block_hash=event.parent,
                     token_ids=list(event.tokens),
-                    block_size=self.half.namespace.page_tokens,
+                    block_size=self._block_tokens,
                     lora_id=None,
                     medium=medium,
                     lora_name=None,
                 )
             else:
-                yield BlockRemoved(block_hashes=[event.key], medium=medium)
+                yield BlockRemoved(block_hashes=self._hashes(event.key), medium=medium)
+
+    def _hashes(self, key: PageKey) -> list[bytes]:
+        num_before = self.half.namespace.page_tokens // self._block_tokens - 1
+        return [*(key + number.to_bytes(2, "little") for number in range(num_before)), key]
 
     @property
     def has_pending(self) -> bool:

@@ -10,9 +10,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from vllm_hicache.errors import StoreError
 from vllm_hicache.geometry import PageLayout, RankGeometry, UnitRun
+from vllm_hicache.handoff.nixl_link import NixlReader
+from vllm_hicache.handoff.nixl_store import NixlStore
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import MissReason, ObjectName, Role
 from vllm_hicache.namespace import Spaces
@@ -28,7 +31,7 @@ from vllm_hicache.storage.wrappers import Metered, StoreCall
 logger = logging.getLogger(__name__)
 
 ACKNOWLEDGEMENT = "request/"
-"""Removing the object of this name and a prompt's says that nothing more of it will be read."""
+"""Removing the object of this name and a prompt's, quoted as in a URL, says that nothing more of it will be read."""
 
 _MOST_RANKS = 256
 _Cell = tuple[Role, int, int]
@@ -84,12 +87,16 @@ class Peers:
 
     Args:
         layout: the whole model's page, which peers cut alike: the namespace says so.
+        reader: reads payloads over NIXL where it is given; closed by its owner, after `close`.
     """
 
-    def __init__(self, layout: PageLayout, access: PeerAccess, metrics: Metrics) -> None:
+    def __init__(
+        self, layout: PageLayout, access: PeerAccess, metrics: Metrics, reader: NixlReader | None = None
+    ) -> None:
         self._layout = layout
         self._access = access
         self._metrics = metrics
+        self._reader = reader
         self._lock = threading.Lock()
         self._stores: OrderedDict[tuple[str, int], Store] = OrderedDict()
 
@@ -115,7 +122,7 @@ class Peers:
     def acknowledge(self, peer: Peer) -> None:
         """Tell a peer that nobody reads a prompt's pages any more; its first rank tells the others."""
         try:
-            self._open(peer.ranks[0]).delete(ObjectName(f"{ACKNOWLEDGEMENT}{peer.request}"))
+            self._open(peer.ranks[0]).delete(ObjectName(ACKNOWLEDGEMENT + quote(peer.request, safe="")))
         except StoreError as error:  # the lease on the pages runs out instead
             logger.warning("A peer was not told that its pages have been read: %s", error)
 
@@ -141,7 +148,10 @@ class Peers:
     def _new(self, rank: PeerRank) -> Store:
         layout = Layout(f"the engine at {rank.host}:{rank.port}", "")
         wires = WirePool(Login(password=self._access.password), self._access.num_connections)
-        store = RedisStore(layout, FixedNode(Address(rank.host, rank.port)), wires, self._access.timeout_s)
+        address, timeout_s = Address(rank.host, rank.port), self._access.timeout_s
+        if self._reader is not None:
+            return Metered(NixlStore(layout, address, wires, self._reader, timeout_s), self._count)
+        store = RedisStore(layout, FixedNode(address), wires, timeout_s)
         return Metered(store, self._count)
 
     def _count(self, call: StoreCall) -> None:

@@ -77,7 +77,8 @@ def peer_of(parameters: Mapping[str, object], spaces: Spaces, key: bytes | None)
             f"a prompt was computed by an engine that says nothing this one understands (version {VERSION}): run the "
             "same vllm-hicache release in both"
         )
-    if key is not None and not hmac.compare_digest(_signature(own, key), str(own.get("signature"))):
+    signature = str(own.get("signature")).encode(errors="replace")
+    if key is not None and not hmac.compare_digest(_signature(own, key).encode(), signature):
         raise ConfigError(
             "a prompt comes with parameters that nobody with this engine's key has signed: give both engines the same "
             "VLLM_HICACHE_PEER_KEY, and let a proxy pass on kv_transfer_params as they are"
@@ -89,7 +90,7 @@ def peer_of(parameters: Mapping[str, object], spaces: Spaces, key: bytes | None)
         )
     try:
         ranks = tuple(
-            PeerRank(str(host), int(port), tuple(map(_holding, holdings))) for host, port, holdings in own["ranks"]
+            PeerRank(str(host), _port(port), tuple(map(_holding, holdings))) for host, port, holdings in own["ranks"]
         )
         if not ranks:
             raise ValueError("there are none")
@@ -125,6 +126,13 @@ def _signature(own: Mapping[str, object], key: bytes) -> str:
 
 def _words(holding: Holding) -> list[object]:
     return [str(holding.role), *holding.layers, *holding.heads, holding.replica, holding.num_replicas]
+
+
+def _port(word: object) -> int:
+    port = int(str(word))
+    if not 0 < port <= 65535:
+        raise ValueError(f"{port} is no port")
+    return port
 
 
 def _holding(words: Sequence[object]) -> Holding:

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hmac import compare_digest
+from urllib.parse import unquote
 
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Part, RankGeometry
+from vllm_hicache.handoff.nixl_link import MemoryRange, NixlMemory
 from vllm_hicache.handoff.peers import ACKNOWLEDGEMENT
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import ObjectName, OpId, Role
@@ -69,6 +71,7 @@ class PageServer:
         wait_s: how long a question waits for a page that nobody has heard of yet, seconds.
         ended: called, on any thread, with an operation that was withdrawn, once none of its pages is being read.
         acknowledged: called, on any thread, with the prompt of which a client says that it needs no more.
+        memory: the pool's, where it may be read over NIXL too (AGENT, LOCATE, RELEASE: see `nixl_store`).
 
     Raises:
         ConfigError: the address cannot be had.
@@ -86,6 +89,7 @@ class PageServer:
         acknowledged: Callable[[str], None],
         host: str = "127.0.0.1",
         port: int = 0,
+        memory: NixlMemory | None = None,
     ) -> None:
         self._pool = pool
         self._parts = [part for part in geometry.parts if part.is_whole]
@@ -96,6 +100,7 @@ class PageServer:
         self._metrics = metrics
         self._ended = ended
         self._acknowledged = acknowledged
+        self._memory = memory
         self._lock = threading.Condition()
         self._known: dict[ObjectName, list[Served]] = {}
         self._exports: dict[OpId, _Export] = {}
@@ -184,6 +189,8 @@ class PageServer:
         except (OSError, ValueError) as error:
             logger.debug("A reader of pages has gone: %s", error)
         finally:
+            for key in tuple(session.located):
+                self._release(session, key)
             self._metrics.count("peer_bytes", "sent", session.num_sent)
             with self._lock:
                 self._connections.discard(connection)
@@ -202,12 +209,19 @@ class PageServer:
                 self._send(session, key, 0, None)
             case b"GETRANGE", [key, first, last]:
                 self._send(session, key, int(first), int(last))
+            case b"AGENT", []:
+                session.send(_bulk(self._memory.metadata if self._memory is not None else b""))
+            case b"LOCATE", [key]:
+                self._locate(session, key)
+            case b"RELEASE", [key, num_bytes]:
+                session.num_sent += int(num_bytes)
+                session.send([b":%d\r\n" % self._release(session, key)])
             case b"UNLINK", [key]:
                 # What a reader finds to be bad it would remove: here it stays, for it is no file of a store.
                 name = _name(key)
                 is_told = name.startswith(ACKNOWLEDGEMENT)
                 if is_told:
-                    self._acknowledged(name.removeprefix(ACKNOWLEDGEMENT))
+                    self._acknowledged(unquote(name.removeprefix(ACKNOWLEDGEMENT)))
                 session.send([b":%d\r\n" % is_told])
             case _:
                 session.send([b"-ERR pages can only be read here\r\n"])
@@ -231,6 +245,28 @@ class PageServer:
             session.send([b"$%d\r\n" % (end - first), *chosen, b"\r\n"])
         finally:
             self._finish(served)
+
+    def _locate(self, session: Session, key: bytes) -> None:
+        """Say where a payload lies. It stays there until the connection releases it, or ends."""
+        self._release(session, key)
+        served = self._begin(key) if self._memory is not None else None
+        if self._memory is None or served is None or served.part is None:
+            session.send([_NO_VALUE])
+            return
+        self._memory.attend()
+        session.located[key] = served
+        payload = MemoryRange.of(self._pool.part(served.page.slot, served.part))
+        place = b"%d %d" % (payload.address, payload.num_bytes)
+        session.send([b"*2\r\n", *_bulk(self._header(served)), *_bulk(place)])
+
+    def _release(self, session: Session, key: bytes) -> bool:
+        """End the read that `_locate` has begun, if there is one."""
+        served = session.located.pop(key, None)
+        if served is None or self._memory is None:
+            return False
+        self._memory.leave()
+        self._finish(served)
+        return True
 
     def _num_bytes(self, key: bytes) -> int:
         served = self._begin(key)
@@ -271,6 +307,10 @@ def _name(key: bytes) -> ObjectName:
     return ObjectName(key.decode(errors="replace"))
 
 
+def _bulk(data: bytes) -> list[bytes]:
+    return [b"$%d\r\n" % len(data), data, b"\r\n"]
+
+
 class Session:
     """Requests and replies on one connection. Raises OSError or ValueError where it cannot go on."""
 
@@ -279,6 +319,7 @@ class Session:
         self._file = connection.makefile("rb")
         self.is_trusted = is_trusted
         self.num_sent = 0
+        self.located: dict[bytes, Served] = {}
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def request(self) -> list[bytes] | None:
