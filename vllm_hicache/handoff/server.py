@@ -108,6 +108,8 @@ class PageServer:
         self._is_closed = False
         try:
             self._listener = socket.create_server((host, port), backlog=128)
+            # Connections have it of their listener.
+            self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise ConfigError(
                 f"pages cannot be served at {host}:{port} ({error.strerror or error}): set peer_host to an address of "
@@ -320,7 +322,6 @@ class Session:
         self.is_trusted = is_trusted
         self.num_sent = 0
         self.located: dict[bytes, Served] = {}
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def request(self) -> list[bytes] | None:
         """The words of the next request; `None` at the end of the connection."""
