@@ -135,17 +135,15 @@ def test_a_choice_that_is_not_known_names_the_closest_and_all() -> None:
         Config.parse({"draft": "side-car"})
 
 
-@pytest.mark.parametrize(
-    "key", ["write", "prefetch", "prefetch_timeout_s", "lookup_timeout_s", "io_threads", "flush_queue_pages"]
-)
+@pytest.mark.parametrize("key", ["write", "prefetch", "prefetch_timeout_s", "lookup_timeout_s", "flush_queue_pages"])
 def test_without_a_store_its_settings_contradict(key: str) -> None:
     with pytest.raises(ConfigError, match=f"store='none' contradicts {key}.*: remove"):
         Config.parse({"store": "none", key: EVERYTHING[key][0]})
 
 
 def test_all_contradictions_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match="contradicts io_threads, write"):
-        Config.parse({"store": "none", "write": "back", "io_threads": 2})
+    with pytest.raises(ConfigError, match="contradicts flush_queue_pages, write"):
+        Config.parse({"store": "none", "write": "back", "flush_queue_pages": 2})
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete"])

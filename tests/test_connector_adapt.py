@@ -30,6 +30,7 @@ from vllm_hicache.connectors.adapt import (
     peer_access,
     peer_key,
     place,
+    takes_over,
 )
 from vllm_hicache.connectors.compat import SUPPORTED, check_version, version_tuple
 from vllm_hicache.errors import ConfigError, UnsupportedEngineError
@@ -658,6 +659,18 @@ def access(name: str, **settings: object) -> PeerAccess | None:
 def test_only_an_engine_that_neither_serves_nor_reads_has_no_access_to_others(without_key: None) -> None:
     assert access("kv_both") is None
     assert None not in [access("kv_both", **HERE), access("kv_producer", **HERE), access("kv_consumer")]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [("kv_consumer", {}, True), ("kv_both", HERE, True), ("kv_both", {}, False), ("kv_producer", HERE, False)],
+)
+def test_prompts_are_taken_over_only_where_ranks_have_access_to_their_engines(
+    name: str, settings: dict[str, object], expected: bool, without_key: None
+) -> None:
+    told = role(name, **settings)
+    assert takes_over(told, parse_config(told)) is expected  # type: ignore[arg-type]
+    assert not expected or access(name, **settings) is not None
 
 
 def test_access_has_the_limits_of_the_settings_and_no_password_without_a_key(without_key: None) -> None:

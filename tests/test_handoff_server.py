@@ -143,6 +143,22 @@ def test_a_page_that_comes_later_is_waited_for(serving: Serving) -> None:
     assert set(found) == {None}
 
 
+def test_who_comes_late_for_a_page_hears_so_soon_and_who_comes_a_moment_too_early_has_it(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving.server._wait_s = 1000.0
+    serving.server.withdraw(OpId(1))
+    monkeypatch.setattr("vllm_hicache.handoff.server._LATE_WAIT_S", 0.0)
+    assert set(read(serving, serving.chunks())) == {MissReason.ABSENT}
+    monkeypatch.setattr("vllm_hicache.handoff.server._LATE_WAIT_S", 30.0)
+    found: list[MissReason | None] = []
+    reader = threading.Thread(target=lambda: found.extend(read(serving, serving.chunks())))
+    reader.start()
+    serving.export(OpId(2), serving.pages)
+    reader.join(30)
+    assert set(found) == {None}
+
+
 def test_a_page_that_will_not_come_is_said_to_be_absent_at_once(serving: Serving) -> None:
     serving.server.withdraw(OpId(1))
     serving.server._wait_s = 1000.0

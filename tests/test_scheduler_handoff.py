@@ -1,14 +1,18 @@
 """The scheduler half of engines that take prompts from others, and of those that compute them.
 
-What is asked of whom, what becomes of it, and when the other engine is told that nothing more is read.
+What is asked of whom, and what becomes of it. How it ends is in `test_scheduler_handoff_ends.py`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scheduler_handoff_kit import Clock, HandoffRig, MakeHandoff, full_keys, named, names_of, peer, taking
 from scheduler_kit import BLOCK, PAGE, OpenStore, moved, prompt
 
@@ -18,6 +22,7 @@ from vllm_hicache.names import BlockId, MissReason, Phase, RequestId, Tier
 from vllm_hicache.namespace import DraftSpace
 from vllm_hicache.plan import PageMove
 from vllm_hicache.scheduler import Offer
+from vllm_hicache.tracking import Answer
 
 pytest_plugins = ["scheduler_fixtures", "scheduler_handoff_fixtures"]
 
@@ -323,6 +328,20 @@ def test_pages_that_another_request_is_taking_are_waited_for(pair: MakeHandoff) 
     assert sources(rig.plan().loads[0].pages) == ["host"] * 3
 
 
+def test_two_answers_to_one_prompt_take_it_once_and_each_says_when_it_is_done(pair: MakeHandoff) -> None:
+    rig = pair()
+    load = taking(rig, "first")
+    rig.hand("second", prompt(2.5), source=peer())
+    assert rig.half.match(RequestId("second"), 0) == Offer(pending=True)
+    rig.report(load)
+    assert rig.admit("second") == 2 * PAGE + 31
+    rig.settle()
+    assert (rig.half.hit_tokens(RequestId("second"), 2 * PAGE + 31), rig.released) == (
+        {Tier.HOST: 2 * PAGE + 31},
+        [peer(), peer()],
+    )
+
+
 def test_pages_that_are_being_saved_are_waited_for_and_not_taken(pair: MakeHandoff) -> None:
     rig = pair()
     rig.begin("w", prompt(2))
@@ -419,3 +438,20 @@ def test_with_a_draft_that_looks_ahead_no_unfinished_page_is_handed_over(pair: M
     exports = rig.prefilled("a", prompt(2.5), "cmpl-1")
     assert [page.plain for export in exports for page in export.pages] == full_keys(rig, prompt(2.5))
     assert not any(export.absent for export in exports)
+
+
+# Tokens by tier
+
+
+@given(st.integers(0, 9), st.lists(st.integers(0, 4), min_size=3, max_size=3), st.integers(0, 200), st.integers(0, 14))
+def test_tokens_are_split_by_the_tier_that_has_their_page(
+    local: int, lengths: list[int], tokens: int, end_page: int
+) -> None:
+    first = local // 3
+    host_end, store_end, end = [first + total for total in accumulate(lengths)]
+    answer = Answer(local, first, host_end, store_end, store_end, end)
+    expected: Counter[Tier] = Counter()
+    for place in range(local, min(local + tokens, 3 * min(end, end_page))):
+        page = place // 3
+        expected[Tier.HOST if page < host_end else Tier.STORE if page < store_end else Tier.PEER] += 1
+    assert answer.by_tier(tokens, min(end, end_page), 3) == dict(expected)

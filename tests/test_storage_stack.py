@@ -13,7 +13,7 @@ import pytest
 from vllm_hicache.errors import ConfigError, StoreUnavailable
 from vllm_hicache.grid import Grid
 from vllm_hicache.names import MissReason, ObjectName, PageKey, Role
-from vllm_hicache.secrets import ENCRYPTION_KEY_VARIABLE, SEAL_KEY_VARIABLE, Secrets, key_id
+from vllm_hicache.secrets import ENCRYPTION_KEY_VARIABLE, PEER_KEY_VARIABLE, SEAL_KEY_VARIABLE, Secrets, key_id
 from vllm_hicache.storage.base import Rights, Store, StoreOptions
 from vllm_hicache.storage.breaker import CircuitState, Side
 from vllm_hicache.storage.chunks import ChunkStore
@@ -187,6 +187,7 @@ def test_without_its_package_encryption_is_refused_with_the_way_out(
     StoreStack(files, StoreOptions(), Secrets(seal_key=KEY))
 
 
+VARIABLES = [SEAL_KEY_VARIABLE, ENCRYPTION_KEY_VARIABLE, PEER_KEY_VARIABLE]
 SPELLINGS = {
     "hex": KEY.hex(),
     "upper case": KEY.hex().upper(),
@@ -197,12 +198,11 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("variable", [SEAL_KEY_VARIABLE, ENCRYPTION_KEY_VARIABLE])
+@pytest.mark.parametrize("variable", VARIABLES)
 def test_a_key_is_read_however_it_is_spelt(spelling: str, variable: str) -> None:
     found = Secrets.from_environment({variable: SPELLINGS[spelling]})
-    other = ENCRYPTION_KEY_VARIABLE if variable == SEAL_KEY_VARIABLE else SEAL_KEY_VARIABLE
-    keys = {SEAL_KEY_VARIABLE: found.seal_key, ENCRYPTION_KEY_VARIABLE: found.encryption_key}
-    assert (keys[variable], keys[other]) == (KEY, None)
+    keys = [found.seal_key, found.encryption_key, found.peer_key]
+    assert keys == [KEY if each == variable else None for each in VARIABLES]
 
 
 def test_both_alphabets_of_base64_are_taken() -> None:
@@ -212,7 +212,7 @@ def test_both_alphabets_of_base64_are_taken() -> None:
 
 
 def test_no_variables_are_no_keys() -> None:
-    assert Secrets.from_environment({"HOME": "x"}) == Secrets(None, None)
+    assert Secrets.from_environment({"HOME": "x"}) == Secrets(None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,10 @@ def test_no_variables_are_no_keys() -> None:
         "é" * 64,
     ],
 )
-def test_what_is_no_key_is_refused_and_never_quoted(value: str) -> None:
-    with pytest.raises(ConfigError, match=SEAL_KEY_VARIABLE) as caught:
-        Secrets.from_environment({SEAL_KEY_VARIABLE: value})
+@pytest.mark.parametrize("variable", [SEAL_KEY_VARIABLE, PEER_KEY_VARIABLE])
+def test_what_is_no_key_is_refused_and_never_quoted(value: str, variable: str) -> None:
+    with pytest.raises(ConfigError, match=variable) as caught:
+        Secrets.from_environment({variable: value})
     error: BaseException | None = caught.value
     assert "64 hex characters" in str(error)
     assert f"of {len(value)} characters" in str(error)
@@ -243,7 +244,7 @@ def test_what_is_no_key_is_refused_and_never_quoted(value: str) -> None:
 
 
 def test_no_repr_shows_a_key() -> None:
-    shown = repr(Secrets(KEY, OTHER_KEY)) + str(Secrets(KEY, OTHER_KEY))
+    shown = repr(Secrets(KEY, OTHER_KEY, KEY)) + str(Secrets(KEY, OTHER_KEY, OTHER_KEY))
     for key in (KEY, OTHER_KEY):
         assert key.hex() not in shown
         assert repr(key) not in shown
@@ -260,3 +261,8 @@ def test_the_protection_names_what_is_done_and_with_which_keys() -> None:
     assert Secrets(seal_key=KEY).protection == f"hmac-sha256:{one}"
     assert Secrets(encryption_key=KEY).protection == f"aes-256-gcm:{one}"
     assert Secrets(KEY, OTHER_KEY).protection == f"hmac-sha256:{one}+aes-256-gcm:{other}"
+
+
+def test_the_key_between_engines_parts_nobody_from_a_store() -> None:
+    assert Secrets(peer_key=KEY).protection == "none"
+    assert Secrets(KEY, peer_key=OTHER_KEY).protection == Secrets(KEY).protection

@@ -7,12 +7,15 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace as changed
 from pathlib import Path
 
 import pytest
+from layout_kit import role_chunks
 from transfer_fixtures import (
     NAMESPACE,
     PATIENCE_S,
+    REQUEST,
     Gate,
     Layout,
     Machine,
@@ -28,6 +31,7 @@ from transfer_fixtures import (
 from vllm_hicache.errors import StoreError, StoreTimeout, StoreUnavailable
 from vllm_hicache.grid import Grid
 from vllm_hicache.names import BlockId, MissReason, ObjectName, OpId, Phase, Role
+from vllm_hicache.namespace import Spaces
 from vllm_hicache.plan import LoadOp, OpReport, PageMove
 from vllm_hicache.storage.envelope import ChunkId
 
@@ -635,3 +639,158 @@ def test_close_says_how_many_pages_it_left_behind(
     gate.open()
     assert "3 pages not yet saved or flushed after 0.0 s" in caplog.text
     assert "shutdown_timeout_s" in caplog.text
+
+
+# Pages from another engine
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> WatchedStore:
+    """What another engine has."""
+    return WatchedStore.on_files(tmp_path / "peer")
+
+
+def handed(
+    machine: Machine, store: WatchedStore, peer: WatchedStore, of_peer: Sequence[int], of_store: Sequence[int] = ()
+) -> list[bytes]:
+    """The four pages, of which the other engine has some and the store has some. What each page must hold."""
+    expected = stored(machine)
+    layout = machine.rig.geometry.layout
+    for number in range(NUM_PAGES):
+        for cell in layout.cells:
+            name = name_of(number, cell.role, cell.layer_group, cell.head_group)
+            content = content_of(store, name)
+            if number in of_peer:
+                replace(peer, name, content)
+            if number not in of_store:
+                store.delete(name)
+    store.calls.clear()
+    peer.calls.clear()
+    return expected
+
+
+def take(machine: Machine, peer: WatchedStore | None, moves: Sequence[PageMove], limit_s: float | None = None) -> None:
+    """Begin to load pages of another engine as operation 1."""
+    op = LoadOp(OpId(1), Spaces(NAMESPACE), REQUEST, tuple(moves), limit_s)
+    machine.consumption.begin(op.op, 3, op)
+    source = role_chunks(peer, machine.rig.geometry.layout, NAMESPACE) if peer is not None else None
+    machine.engine.load(op, machine.chunks, machine.engine.fence(), None, source)
+
+
+def of_peer(numbers: Sequence[int] = range(NUM_PAGES)) -> list[PageMove]:
+    return [changed(each, from_peer=True) for each in fetches(numbers)]
+
+
+def pages_read(store: WatchedStore) -> list[int]:
+    return sorted({number for operation, number in store.calls if operation == "read"})
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(2, 2)], ids=str)
+def test_the_store_is_asked_first_and_the_other_engine_for_what_it_lacks(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore, grid: Grid
+) -> None:
+    expected = handed(machine := make_machine(grid), store, peer, range(NUM_PAGES), [0, 2])
+    take(machine, peer, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES)
+    assert loaded(machine) == expected
+    assert (pages_read(peer), machine.misses()) == ([1, 3], {})
+    moved = {way: machine.counted[f"bytes|{way}"] for way in ("fetch", "handoff")}
+    assert moved == dict.fromkeys(moved, 2 * machine.rig.geometry.slot_bytes)
+
+
+def test_pages_that_are_the_other_engines_are_not_asked_of_the_store(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    expected = handed(machine := make_machine(), store, peer, range(NUM_PAGES), range(NUM_PAGES))
+    take(machine, peer, [*fetches([0]), *of_peer([1, 2, 3])])
+    assert machine.report(1) == OpReport(3, OpId(1), NUM_PAGES, NUM_PAGES)
+    assert (pages_read(store), pages_read(peer), loaded(machine)) == ([0], [1, 2, 3], expected)
+
+
+def test_a_page_that_neither_has_is_one_miss(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    expected = handed(machine := make_machine(), store, peer, [0, 1, 3])
+    take(machine, peer, fetches())
+    assert machine.report(1) == OpReport(3, OpId(1), 2, 2, reason=MissReason.ABSENT)
+    assert (loaded(machine, [0, 1]), machine.misses()) == (expected[:2], {MissReason.ABSENT: 1})
+    assert machine.invalid == blocks_of([2, 3])
+
+
+def test_a_bad_object_of_the_store_is_taken_from_the_other_engine(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    expected = handed(machine := make_machine(), store, peer, range(NUM_PAGES), range(NUM_PAGES))
+    replace(store, name_of(2), flipped(content_of(store, name_of(2))))
+    take(machine, peer, fetches())
+    assert machine.report(1).pages_done == NUM_PAGES
+    assert (loaded(machine), pages_read(peer)) == (expected, [2])
+
+
+def test_half_a_page_of_the_store_is_overwritten_by_all_of_the_other_engines(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    expected = handed(machine := make_machine(Grid(2, 2)), store, peer, [1], range(NUM_PAGES))
+    replace(store, name_of(1, Role.TARGET, 1, 1), None)
+    take(machine, peer, fetches())
+    assert machine.report(1).pages_done == NUM_PAGES
+    assert loaded(machine) == expected
+
+
+def test_a_bad_object_of_the_other_engine_is_a_miss_and_its_page_stays_poison(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    handed(machine := make_machine(), store, peer, range(NUM_PAGES))
+    replace(peer, name_of(0), flipped(content_of(peer, name_of(0))))
+    before = machine.rig.blocks()
+    take(machine, peer, of_peer())
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, reason=MissReason.CORRUPT)
+    assert machine.invalid == blocks_of(range(NUM_PAGES))
+    assert {block: machine.rig.block(block) for block in TARGET[0]} == {block: before[block] for block in TARGET[0]}
+
+
+def test_pages_of_nobody_are_missed_though_the_store_has_them(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    handed(machine := make_machine(), store, peer, [], range(NUM_PAGES))
+    take(machine, None, of_peer())
+    assert machine.report(1) == OpReport(3, OpId(1), 0, 0, reason=MissReason.ABSENT)
+    assert not store.calls
+
+
+def test_without_a_store_the_other_engine_is_asked_for_everything(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    expected = handed(machine := make_machine(), store, peer, range(NUM_PAGES))
+    machine.chunks = None
+    take(machine, peer, [*fetches([0, 1]), *of_peer([2, 3])])
+    assert machine.report(1).pages_done == NUM_PAGES
+    assert loaded(machine) == expected
+
+
+def test_a_rank_that_holds_a_part_of_a_cell_takes_its_own_ranges_of_it_from_another_engine(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    handed(whole := make_machine(), store, peer, range(NUM_PAGES))
+    part = make_machine(heads=(1, 2))
+    expected = [page_bytes(share(Rig(Layout(draft_layers=2)).tensors, (0, 3), (1, 2)), blocks) for blocks in SOURCE]
+    part.rig.poison_device()
+    take(part, peer, of_peer())
+    assert part.report(1).pages_done == NUM_PAGES
+    assert [page_bytes(part.rig.tensors, blocks) for blocks in TARGET] == expected
+    assert whole.rig.geometry.slot_bytes == 2 * part.rig.geometry.slot_bytes
+
+
+def test_a_slow_engine_costs_a_load_no_more_than_its_time_limit(
+    make_machine: MakeMachine, store: WatchedStore, peer: WatchedStore
+) -> None:
+    expected = handed(machine := make_machine(), store, peer, range(NUM_PAGES))
+    gate = peer.before["read", 1] = Gate()
+    take(machine, peer, of_peer(), limit_s=0.1)
+    gate.await_entry()
+    machine.until(lambda: bool(machine.received))
+    assert (loaded(machine, [0]), machine.invalid) == (expected[:1], blocks_of([1, 2, 3]))
+    assert 1 not in machine.reports
+    gate.open()
+    assert machine.report(1).reason == MissReason.TIMEOUT
+    assert loaded(machine, [1]) != expected[1:2]

@@ -137,8 +137,8 @@ class Config:
         eviction: policy of the host pool.
         store_timeout_s: every call to the store ends within this time, seconds.
         lookup_timeout_s: a store lookup that takes longer counts as a miss, seconds.
-        io_threads: threads that read from the store, per rank; half as many write to it. `None` takes as many as suit
-            the store and the machine.
+        io_threads: threads that read from the store and from other engines, per rank; half as many write to the store.
+            `None` takes as many as suit the store and the machine.
         flush_queue_pages: pages that may wait to be flushed; more are offered again later.
         shutdown_timeout_s: time to flush what is queued when the engine stops, seconds.
         model_id: the operator's name for these weights, instead of a fingerprint of the files.
@@ -306,7 +306,6 @@ _STORE_KEYS = frozenset(
         "prefetch_timeout_s",
         "store_timeout_s",
         "lookup_timeout_s",
-        "io_threads",
         "flush_queue_pages",
     }
 )

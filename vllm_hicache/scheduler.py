@@ -375,7 +375,8 @@ class SchedulerHalf:
         now = time.monotonic()
         if tracked.waiting_since_s is None:
             tracked.waiting_since_s = now
-        return None if now - tracked.waiting_since_s < self._config.prefetch_timeout_s else 0
+        limit_s = self._config.prefetch_timeout_s if tracked.peer is None else self._config.peer_timeout_s
+        return None if now - tracked.waiting_since_s < limit_s else 0
 
     def _still_waits(self, tracked: Tracked) -> bool:
         """Start the prefetch of a request whose lookup has been answered; whether it has not been."""

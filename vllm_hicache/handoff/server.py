@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ _MAX_WORDS = 8
 _MAX_WORD_BYTES = 4096
 _STEP_LIMIT_S = 5.0
 _IDLE_LIMIT_S = 600.0
+_LATE_WAIT_S = 1.0
+_MOST_OVER = 1 << 16
 _NO_VALUE = b"$-1\r\n"
 
 
@@ -104,6 +107,8 @@ class PageServer:
         self._lock = threading.Condition()
         self._known: dict[ObjectName, list[Served]] = {}
         self._exports: dict[OpId, _Export] = {}
+        # Names of what was served last: whoever asks for it now comes late, or a moment before it is served again.
+        self._over: OrderedDict[ObjectName, None] = OrderedDict()
         self._connections: set[socket.socket] = set()
         self._is_closed = False
         try:
@@ -142,6 +147,9 @@ class PageServer:
                 left = [entry for entry in self._known.pop(name, ()) if entry.export is not export]
                 if left:
                     self._known[name] = left
+                self._over[name] = None
+            while len(self._over) > _MOST_OVER:
+                self._over.popitem(last=False)
             has_ended = not export.num_reading
         if has_ended:
             self._ended(op)
@@ -290,7 +298,8 @@ class PageServer:
         """An object that is here, now being read; `None` for one that is not, nor comes in time."""
         name = _name(key)
         with self._lock:
-            self._lock.wait_for(lambda: name in self._known or self._is_closed, self._wait_s)
+            limit_s = min(_LATE_WAIT_S, self._wait_s) if name in self._over else self._wait_s
+            self._lock.wait_for(lambda: name in self._known or self._is_closed, limit_s)
             served = next((entry for entry in reversed(self._known.get(name, ())) if entry.part is not None), None)
             if served is not None:
                 served.export.num_reading += 1
