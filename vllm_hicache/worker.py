@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
-from vllm_hicache.config import Config, Consensus, DraftTier, HostTier
+from vllm_hicache.config import Config, Consensus, DraftTier, HostTier, PeerTransport
 from vllm_hicache.consensus import Consumption
 from vllm_hicache.drills import Drill
 from vllm_hicache.errors import ConfigError
 from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, RoleShape, held_heads
+from vllm_hicache.handoff.nixl_link import MemoryRange, NixlMemory, NixlReader
 from vllm_hicache.handoff.peers import PeerAccess, Peers
 from vllm_hicache.handoff.server import PageServer
 from vllm_hicache.inventory import Inventory
@@ -99,7 +100,10 @@ class WorkerHalf:
         self._exports: dict[OpId, int] = {}
         self._ended_exports: deque[OpId] = deque()
         self._acknowledged: deque[str] = deque()
-        self._peers = Peers(geometry.layout, access, metrics) if access is not None else None
+        linked = [MemoryRange.of(self._pool.memory)] if config.peer_transport == PeerTransport.NIXL else []
+        self._nixl_reader = NixlReader(linked) if access is not None and linked else None
+        self._nixl_memory = NixlMemory(linked) if config.peer_host is not None and linked else None
+        self._peers = Peers(geometry.layout, access, metrics, self._nixl_reader) if access is not None else None
         self._server = self._open_server(geometry, access, metrics) if access is not None else None
         port = self._server.port if self._server is not None else None
         self._inventory = Inventory(
@@ -199,6 +203,9 @@ class WorkerHalf:
             self._server.close()
         if self._peers is not None:
             self._peers.close()
+        for link in (self._nixl_reader, self._nixl_memory):
+            if link is not None:
+                link.close()
         self._pool.close()
         if self._log is not None:
             self._log.close()
@@ -229,6 +236,7 @@ class WorkerHalf:
             self._acknowledged.append,
             config.peer_host,
             config.peer_port + self._place.rank if config.peer_port else 0,
+            self._nixl_memory,
         )
 
     def _export(self, export: ExportOp) -> None:

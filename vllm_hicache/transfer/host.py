@@ -104,6 +104,11 @@ class HostPool:
         """Slots of all owners, as far as this rank's rows go."""
         return self.num_rows * self.shard.num_owners
 
+    @property
+    def memory(self) -> memoryview:
+        """All of it, writable, for links that must know it."""
+        return self._bytes.data
+
     def row(self, slot: Slot) -> int:
         """Where one of this rank's slots lies.
 
