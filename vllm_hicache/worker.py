@@ -199,11 +199,8 @@ class WorkerHalf:
     def close(self) -> None:
         """Finish what is queued, within `shutdown_timeout_s`."""
         self._engine.close(self._config.shutdown_timeout_s)
-        if self._server is not None:
-            self._server.close()
-        if self._peers is not None:
-            self._peers.close()
-        for link in (self._nixl_reader, self._nixl_memory):
+        # What others read first, then what is read of them.
+        for link in (self._server, self._nixl_memory, self._peers, self._nixl_reader):
             if link is not None:
                 link.close()
         self._pool.close()

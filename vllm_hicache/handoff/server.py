@@ -40,6 +40,8 @@ _MAX_WORDS = 8
 _MAX_WORD_BYTES = 4096
 _STEP_LIMIT_S = 5.0
 _IDLE_LIMIT_S = 600.0
+_LOCATED_LIMIT_S = 60.0
+"""So long a reader may be silent that has located a page and not released it: it keeps the slot."""
 _LATE_WAIT_S = 1.0
 _MOST_OVER = 1 << 16
 _NO_VALUE = b"$-1\r\n"
@@ -334,7 +336,8 @@ class Session:
 
     def request(self) -> list[bytes] | None:
         """The words of the next request; `None` at the end of the connection."""
-        self._connection.settimeout(_IDLE_LIMIT_S if self.is_trusted else _STEP_LIMIT_S)
+        limit_s = _IDLE_LIMIT_S if self.is_trusted else _STEP_LIMIT_S
+        self._connection.settimeout(_LOCATED_LIMIT_S if self.located else limit_s)
         line = self._file.readline(_MAX_LINE_BYTES)
         if not line:
             return None
