@@ -220,7 +220,7 @@ class Operations:
         Returns:
             The operation, `None` where there is nothing to say, and where the pages in host memory end.
         """
-        found = self._tier.match(keys, touch=True)
+        found = self._tier.match(keys, touch=False)
         stop = max(start, found.num_pages)
         if stop == start and not (is_last and stop < len(keys)):
             return None, stop

@@ -131,7 +131,8 @@ class SchedulerSide:
         agreed = agree(ranks, adapt.place(self._vllm_config, rank=0).num_ranks)
         layout = agreed.layout
         self._block_tokens = layout.block_tokens
-        if self._stores and self._config.write != WritePolicy.NEVER:
+        writes = self._stores and self._config.write != WritePolicy.NEVER
+        if writes or self._config.peer_host is not None:
             check_writers(ranks, layout)
         namespace = adapt.namespace(self._vllm_config, self._kv_cache_config, self._config, agreed)
         draft = adapt.draft_space(self._vllm_config, agreed)

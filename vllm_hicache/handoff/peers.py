@@ -57,7 +57,8 @@ class PeerAccess:
 class PeerChunks:
     """The chunks that a peer's ranks serve, as `ChunkStore` has those of a store.
 
-    Of ranks that hold the same cell the first that has the page is read: they may have shared out their pages.
+    Of ranks that hold the same cell one that has the page is read, for they may have shared out their pages; each page
+    begins with another one.
     """
 
     def __init__(self, by_cell: dict[_Cell, list[ChunkStore]]) -> None:
@@ -75,7 +76,9 @@ class PeerChunks:
 
     def _first(self, chunk: ChunkId, load: Callable[[ChunkStore], MissReason | None]) -> MissReason | None:
         reason: MissReason | None = MissReason.ABSENT
-        for store in self._by_cell.get((chunk.role, chunk.layer_group, chunk.head_group), ()):
+        stores = self._by_cell.get((chunk.role, chunk.layer_group, chunk.head_group), [])
+        first = int.from_bytes(chunk.page_key[:4], "little") % max(1, len(stores))
+        for store in stores[first:] + stores[:first]:
             reason = load(store)
             if reason is not MissReason.ABSENT:
                 break
