@@ -19,7 +19,7 @@ from vllm_hicache.errors import ConfigError, InvariantError, StoreTimeout, Store
 from vllm_hicache.handoff import nixl_link
 from vllm_hicache.handoff.nixl_link import MemoryRange, NixlMemory, NixlReader, Piece
 
-pytest.importorskip("nixl._api")
+pytest.importorskip("nixl._api", exc_type=ImportError)
 
 KIB, MIB = 1 << 10, 1 << 20
 POISON = 0xA5
@@ -232,6 +232,14 @@ def test_an_agent_that_outlives_its_link_stops_everything(pair: Pair) -> None:
     with pytest.raises(InvariantError, match="outlives"):
         pair.reader.close()
     del agent
+
+
+def test_an_agent_does_what_is_queued_before_its_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[None] = []
+    (link,) = pair.reader._idle
+    monkeypatch.setattr(type(link._agent), "get_new_notifs", lambda agent: steps.append(None))
+    pair.reader.close()
+    assert len(steps) == nixl_link._NUM_LAST_STEPS
 
 
 def test_leaving_without_a_reader_is_a_bug(pair: Pair) -> None:

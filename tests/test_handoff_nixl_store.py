@@ -20,7 +20,7 @@ from transport_kit import (
 
 from vllm_hicache.config import PeerTransport
 from vllm_hicache.errors import ObjectMissing, StoreTimeout, StoreUnavailable
-from vllm_hicache.handoff import nixl_store
+from vllm_hicache.handoff import nixl_store, server
 from vllm_hicache.handoff.nixl_link import NixlReader, Piece
 from vllm_hicache.handoff.nixl_store import NixlStore
 from vllm_hicache.names import MissReason, ObjectName, OpId
@@ -195,6 +195,17 @@ def test_a_located_page_is_being_read_until_the_connection_ends(served: Served, 
     until(lambda: served.ended == [1], "the end of the export")
     assert served.memory is not None
     assert served.memory._num_readers == 0
+
+
+def test_a_reader_that_located_a_page_and_is_silent_is_given_up(
+    served: Served, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_LOCATED_LIMIT_S", 0.05)
+    assert ask(wire, b"LOCATE", KEY)
+    served.server.withdraw(OpId(1))
+    until(lambda: served.ended == [1], "the end of the export")
+    with pytest.raises(StoreUnavailable):
+        ask(wire, b"RELEASE", KEY, b"0")
 
 
 def test_memory_is_attended_while_a_page_is_located_and_not_otherwise(served: Served, wire: Wire) -> None:

@@ -145,7 +145,7 @@ class Reading:
 def link(transport: PeerTransport, wait_s: float = 0.05) -> Iterator[tuple[Served, Reading]]:
     """Both ends. Skips where NIXL is not installed."""
     if transport is PeerTransport.NIXL:
-        pytest.importorskip("nixl._api")
+        pytest.importorskip("nixl._api", exc_type=ImportError)
     with ExitStack() as closing:
         served = Served(transport is PeerTransport.NIXL, wait_s)
         closing.callback(served.close)
