@@ -67,6 +67,7 @@ class SimulatedEngine:
         page_blocks: blocks of a page.
         weights: whatever decides the KV besides the tokens; a test changes it to change the weights.
         connector: False runs the scheduler alone.
+        role: the connector's, as vLLM calls it.
         skew: seed of how far ranks run behind each other.
         of_rank: by rank, what differs there of `extra`.
         extra: further keys of `kv_connector_extra_config`. Several ranks have the finest grid unless one is given.
@@ -83,6 +84,7 @@ class SimulatedEngine:
         max_requests: int = 8,
         policy: str = "fcfs",
         connector: bool = True,
+        role: str = "kv_both",
         tp_size: int = 1,
         pp_size: int = 1,
         dcp_size: int = 1,
@@ -113,7 +115,7 @@ class SimulatedEngine:
             **extra,
         }
         self._grid = Grid.parse(str(settings.get("grid", "1x1")))
-        config = engine_config(model, cut, step_tokens, max_requests, policy, settings if connector else None)
+        config = engine_config(model, cut, step_tokens, max_requests, policy, settings if connector else None, role)
         self._configure(config, model)
         config.cache_config.num_gpu_blocks = num_blocks
         cache = shares[0].cache_config(num_blocks)
@@ -179,13 +181,14 @@ class SimulatedEngine:
         salt: str | None = None,
         lora: LoRARequest | None = None,
         priority: int = 0,
+        handed: Mapping[str, object] | None = None,
     ) -> str:
-        """Enqueue a request; its name."""
+        """Enqueue a request, with what a proxy says to the connector; its name."""
         name = f"r{len(self.jobs)}"
         request = Request(
             name,
             list(prompt),
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=_extra(handed)),
             None,
             arrival_time=float(len(self.jobs)),
             cache_salt=salt,
@@ -369,6 +372,8 @@ class SimulatedEngine:
             job = self.jobs[each.request_id]
             job.output += each.new_token_ids
             job.finish_reason = str(each.finish_reason) if each.finish_reason is not None else None
+            if each.kv_transfer_params is not None:
+                job.told = each.kv_transfer_params
             if each.prefill_stats is not None:
                 job.num_local = each.prefill_stats.num_local_cached_tokens
                 job.num_external = each.prefill_stats.num_external_cached_tokens
@@ -379,6 +384,10 @@ class SimulatedEngine:
         if stats is not None and stats.kv_connector_stats is not None:
             counts = stats.kv_connector_stats.items()
             self.counters.update({key: n for key, n in counts if BY_NAME[key.partition("|")[0]].kind == "counter"})
+
+
+def _extra(handed: Mapping[str, object] | None) -> dict[str, object] | None:
+    return {"kv_transfer_params": dict(handed)} if handed is not None else None
 
 
 Start = Callable[..., SimulatedEngine]

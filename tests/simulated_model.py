@@ -210,7 +210,7 @@ def _common(bounds: tuple[int, int], held: slice) -> slice:
 
 @dataclass
 class Job:
-    """One request and what has come of it."""
+    """One request and what has come of it; `told` are the parameters of the answer, for another engine."""
 
     request: Request
     truth: Truth
@@ -219,6 +219,7 @@ class Job:
     finish_reason: str | None = None
     num_local: int = 0
     num_external: int = 0
+    told: Mapping[str, object] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -254,6 +255,7 @@ def engine_config(
     max_requests: int,
     policy: str,
     settings: Mapping[str, object] | None,
+    role: str = "kv_both",
 ) -> VllmConfig:
     """vLLM's configuration of the scheduler's process; without `settings` there is no connector."""
     model = model / f"{cut.num_heads}-heads"
@@ -261,7 +263,7 @@ def engine_config(
     transfer = KVTransferConfig(
         kv_connector="HiCacheConnector",
         kv_connector_module_path="vllm_hicache.connectors",
-        kv_role="kv_both",
+        kv_role=role,
         kv_load_failure_policy="recompute",
         kv_connector_extra_config=dict(settings or {}),
     )
