@@ -24,6 +24,7 @@ from s3_server import S3Server
 from vllm_hicache.cli import main as front
 from vllm_hicache.config import Config
 from vllm_hicache.metrics import SPECS
+from vllm_hicache.secrets import PEER_KEY_VARIABLE
 from vllm_hicache.storage.registry import open_store
 from vllm_hicache.storage.s3 import S3Store
 from vllm_hicache.storage.s3_lifecycle import lifecycle_rule
@@ -33,6 +34,9 @@ DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 START_LIMIT_S = 20.0
 OVERRIDDEN = {"bind", "port", "unixsocket", "include"}
 PASSWORD = "a pass word: #1"
+PREFILL = ("pair.yaml", "vllm-prefill")
+DECODE = ("pair.yaml", "vllm-decode")
+ENGINES = (("engines.yaml", "vllm"), PREFILL, DECODE)
 SIZE = re.compile(r"([0-9]+)([kmg]b)", re.ASCII)
 
 
@@ -72,29 +76,38 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
 
 
-def the(kind: str, name: str) -> dict[str, Any]:
-    (found,) = [each for each in documents(name) if each["kind"] == kind]
-    return found
+def the(kind: str, name: str, called: str = "") -> dict[str, Any]:
+    """The one object of a kind in a file, or the one of that name."""
+    found = [each for each in documents(name) if each["kind"] == kind]
+    (only,) = [each for each in found if called in ("", each["metadata"]["name"])]
+    return only
 
 
-def container(name: str) -> dict[str, Any]:
-    (only,) = the("Deployment", name)["spec"]["template"]["spec"]["containers"]
+def pods(name: str, called: str = "") -> dict[str, Any]:
+    """What a Deployment starts: metadata and spec of its pods."""
+    template: dict[str, Any] = the("Deployment", name, called)["spec"]["template"]
+    return template
+
+
+def container(name: str, called: str = "") -> dict[str, Any]:
+    (only,) = pods(name, called)["spec"]["containers"]
     return dict(only)
 
 
-def environment(name: str) -> dict[str, Mapping[str, str]]:
+def environment(name: str, called: str = "") -> dict[str, Mapping[str, str]]:
     """Each variable's secret, by name."""
-    return {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container(name)["env"]}
+    sources = {each["name"]: each["valueFrom"] for each in container(name, called)["env"]}
+    return {name: source["secretKeyRef"] for name, source in sources.items() if "secretKeyRef" in source}
 
 
-def transfer_config() -> dict[str, Any]:
-    arguments = container("engines.yaml")["args"]
+def transfer_config(name: str = "engines.yaml", called: str = "") -> dict[str, Any]:
+    arguments = container(name, called)["args"]
     found: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     return found
 
 
-def extra_config() -> Config:
-    return Config.parse(transfer_config()["kv_connector_extra_config"])
+def extra_config(name: str = "engines.yaml", called: str = "") -> Config:
+    return Config.parse(transfer_config(name, called)["kv_connector_extra_config"])
 
 
 def documented(name: str) -> str:
@@ -216,30 +229,91 @@ def test_the_password_comes_from_the_secret_on_both_sides() -> None:
     assert environment("engines.yaml") == {"VLLM_HICACHE_REDIS_PASSWORD": wanted}
 
 
-def test_the_policy_lets_the_engines_in_and_selects_the_store() -> None:
+def test_the_policy_lets_all_engines_in_and_selects_the_store() -> None:
     policy = the("NetworkPolicy", "redis.yaml")["spec"]
-    labels = the("Deployment", "redis.yaml")["spec"]["template"]["metadata"]["labels"]
-    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["podSelector"]["matchLabels"] == pods("redis.yaml")["metadata"]["labels"]
     (rule,) = policy["ingress"]
     allowed = [each["podSelector"]["matchLabels"] for each in rule["from"]]
-    assert allowed == [the("Deployment", "engines.yaml")["spec"]["template"]["metadata"]["labels"]]
+    assert allowed == [pods(*engine)["metadata"]["labels"] for engine in ENGINES]
 
 
-def test_two_engines_have_room_for_their_host_memory_and_shared_memory() -> None:
-    spec = the("Deployment", "engines.yaml")["spec"]
-    assert spec["replicas"] == 2
-    pod, resources = spec["template"]["spec"], container("engines.yaml")["resources"]
-    (shm,) = [parse_bytes(each["emptyDir"]["sizeLimit"]) for each in pod["volumes"] if each["name"] == "shm"]
-    assert {"name": "shm", "mountPath": "/dev/shm"} in container("engines.yaml")["volumeMounts"]
-    wanted = extra_config().host_memory.num_bytes
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_has_room_for_its_host_memory_and_shared_memory(engine: tuple[str, str]) -> None:
+    one = container(*engine)
+    (shm,) = [
+        parse_bytes(each["emptyDir"]["sizeLimit"]) for each in pods(*engine)["spec"]["volumes"] if each["name"] == "shm"
+    ]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in one["volumeMounts"]
+    wanted = extra_config(*engine).host_memory.num_bytes
     assert wanted is not None
-    assert parse_bytes(resources["requests"]["memory"]) >= wanted + shm + (16 << 30)
-    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    assert parse_bytes(one["resources"]["requests"]["memory"]) >= wanted + shm + (16 << 30)
+    assert one["resources"]["requests"]["memory"] == one["resources"]["limits"]["memory"]
 
 
-def test_every_probe_of_an_engine_asks_its_health_and_a_stop_leaves_time_to_flush() -> None:
-    one = container("engines.yaml")
-    probes = [one[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_probe_of_an_engine_asks_its_health_and_a_stop_leaves_time_to_flush(engine: tuple[str, str]) -> None:
+    probes = [container(*engine)[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert probes == [{"path": "/health", "port": "http"}] * 3
-    grace_s = the("Deployment", "engines.yaml")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace_s > extra_config().shutdown_timeout_s + 30
+    grace_s = pods(*engine)["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s > extra_config(*engine).shutdown_timeout_s + 30
+
+
+def test_there_are_two_engines_that_share_the_store() -> None:
+    assert the("Deployment", "engines.yaml")["spec"]["replicas"] == 2
+
+
+def test_prefill_and_decode_differ_in_their_roles_alone() -> None:
+    prefill, decode = transfer_config(*PREFILL), transfer_config(*DECODE)
+    assert (prefill.pop("kv_role"), decode.pop("kv_role")) == ("kv_producer", "kv_consumer")
+    serving = {"peer_host", "peer_port"}
+    extra = prefill["kv_connector_extra_config"]
+    assert serving <= extra.keys()
+    prefill["kv_connector_extra_config"] = {name: value for name, value in extra.items() if name not in serving}
+    assert prefill == decode
+    same = [(container(*engine)["image"], container(*engine)["args"][0]) for engine in ENGINES]
+    assert same == same[:1] * 3
+
+
+def test_prefill_serves_pages_at_its_pods_address_and_the_port_that_decode_may_reach() -> None:
+    settings, one = extra_config(*PREFILL), container(*PREFILL)
+    address = [each["valueFrom"] for each in one["env"] if f"$({each['name']})" == settings.peer_host]
+    assert address == [{"fieldRef": {"fieldPath": "status.podIP"}}]
+    assert {"name": "pages", "containerPort": settings.peer_port} in one["ports"]
+    policy = the("NetworkPolicy", "pair.yaml")["spec"]
+    assert policy["podSelector"]["matchLabels"] == pods(*PREFILL)["metadata"]["labels"]
+    allowed = {rule["ports"][0]["port"]: rule["from"][0]["podSelector"]["matchLabels"] for rule in policy["ingress"]}
+    assert allowed == {
+        "pages": pods(*DECODE)["metadata"]["labels"],
+        "http": pods("pair.yaml", "vllm-router")["metadata"]["labels"],
+    }
+
+
+def test_prefill_and_decode_have_one_key_from_the_secret() -> None:
+    secret = the("Secret", "pair.yaml")
+    wanted = {"name": secret["metadata"]["name"], "key": "key"}
+    assert wanted["key"] in secret["stringData"]
+    for engine in (PREFILL, DECODE):
+        assert environment(*engine)[PEER_KEY_VARIABLE] == wanted
+        assert environment(*engine)["VLLM_HICACHE_REDIS_PASSWORD"] == environment("engines.yaml").popitem()[1]
+
+
+def test_the_router_takes_its_arguments_and_finds_both_engines_by_their_services() -> None:
+    router_args = pytest.importorskip("vllm_router.launch_router")
+    parsed = router_args.parse_router_args(container("pair.yaml", "vllm-router")["args"])
+    assert parsed.vllm_pd_disaggregation
+    found = {"vllm-prefill": [url for url, _ in parsed.prefill_urls], "vllm-decode": parsed.decode_urls}
+    for name, urls in found.items():
+        service = the("Service", "pair.yaml", name)
+        (port,) = service["spec"]["ports"]
+        assert urls == [f"http://{name}:{port['port']}"]
+        assert service["spec"]["selector"] == pods("pair.yaml", name)["metadata"]["labels"]
+
+
+def test_the_routers_service_and_probes_reach_the_port_that_it_listens_at() -> None:
+    router = container("pair.yaml", "vllm-router")
+    (port,) = router["ports"]
+    assert f"--port={port['containerPort']}" in router["args"]
+    assert "--host=0.0.0.0" in router["args"]
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert router[name]["httpGet"] == {"path": "/health", "port": port["name"]}
+    assert the("Service", "pair.yaml", "vllm-router")["spec"]["ports"][0]["targetPort"] == port["name"]

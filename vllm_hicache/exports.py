@@ -49,6 +49,7 @@ class Exports:
         self._metrics = metrics
         self._open: dict[str, _Export] = {}
         self._num_commits = 0
+        self._has_new = False
 
     @property
     def has_pending(self) -> bool:
@@ -59,6 +60,7 @@ class Exports:
         """A prompt is to be computed for another engine. One of the same name is over."""
         self._end(handoff.request, "expired")
         self._open[handoff.request] = _Export(handoff)
+        self._has_new = True
 
     def finished(self, request: str, now_s: float, is_computed: bool) -> None:
         """The prompt's request has ended; where it was not computed, nobody will come."""
@@ -84,9 +86,9 @@ class Exports:
         for request in [name for name, it in self._open.items() if it.until_s is not None and it.until_s < now_s]:
             logger.warning("Nobody came for the pages of request %s within %.0f s", request, self._lease_s)
             self._end(request, "expired")
-        if self._num_commits == self._operations.num_commits and not self.has_pending:
+        if self._num_commits == self._operations.num_commits and not self._has_new and not self.has_pending:
             return
-        self._num_commits = self._operations.num_commits
+        self._num_commits, self._has_new = self._operations.num_commits, False
         for export in self._open.values():
             if not export.is_complete:
                 self._extend(export)
