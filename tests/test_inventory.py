@@ -307,7 +307,7 @@ def test_a_rank_that_cannot_write_an_object_is_refused_with_the_grid_that_would_
 
 def test_a_cut_that_no_grid_suits_may_read() -> None:
     layout = PageLayout((RoleShape(Role.TARGET, 2, 2, 8), RoleShape(Role.DRAFT, 1, 8, 8)), 2, 2, Grid())
-    with pytest.raises(ConfigError, match="no grid suits this cut, set write='never' without peer_host, to only read here"):
+    with pytest.raises(ConfigError, match="no grid suits this cut, set write='never' without peer_host"):
         check_writers(ranks(Cut(4, (2,)), layout), layout)
 
 
