@@ -115,8 +115,8 @@ def check_writers(inventories: Sequence[Inventory], layout: PageLayout) -> None:
                     advice = f"set grid='{grid}' on all engines that share this store, or"
                 raise ConfigError(
                     f"rank {each.rank} holds {part.num_layers} of {cell.num_layers} layers and {part.num_heads} of "
-                    f"{cell.num_heads} KV heads of a {cell.role} object of grid {layout.grid}, and so cannot write or serve "
-                    f"it: {advice} write='never' without peer_host, to only read here"
+                    f"{cell.num_heads} KV heads of a {cell.role} object of grid {layout.grid}, and so cannot write or "
+                    f"serve it: {advice} write='never' without peer_host, to only read here"
                 )
 
 
