@@ -8,7 +8,8 @@ import pytest
 from scheduler_handoff_kit import LEASE_S, Clock, HandoffRig, MakeHandoff, full_keys, named, names_of
 from scheduler_kit import PAGE, prompt
 
-from vllm_hicache.names import Slot
+from vllm_hicache.names import Role, Slot
+from vllm_hicache.namespace import DraftSpace
 from vllm_hicache.plan import OpReport
 
 pytest_plugins = ["scheduler_handoff_fixtures"]
@@ -42,7 +43,21 @@ def test_every_page_of_a_prompt_may_be_read_its_unfinished_one_included(pair: Ma
     assert [key for export in exports for key in names_of(export.pages)] == named(rig, tokens)
     assert {export.spaces for export in exports} == {rig.half.spaces}
     assert not any(export.absent for export in exports)
-    assert all(page.plain == page.key for export in exports for page in export.pages)
+    assert all(page.name(Role.TARGET) == page.key for export in exports for page in export.pages)
+
+
+def test_a_page_without_the_drafts_state_is_read_without_it(pair: MakeHandoff) -> None:
+    rig = pair(
+        draft=DraftSpace("draft_model", "draft weights", "bf16", "none", "cpu", 1, 1, 16, "1x1", looks_ahead=False)
+    )
+    rig.hand("a", prompt(3), to="cmpl-1")
+    rig.admit("a")
+    for pages, is_drafted in ((1, True), (2, False), (3, True)):
+        rig.compute("a", upto=pages * PAGE, is_drafted=is_drafted)
+        rig.settle()
+    rig.end("a")
+    rig.settle()
+    assert [page.has_draft for export in rig.told for page in export.pages] == [True, False, False]
 
 
 def test_pages_may_be_read_as_they_come_while_the_rest_is_computed(pair: MakeHandoff) -> None:

@@ -79,7 +79,7 @@ class StorablePages:
         self._plain.pop(key, None)
         self._doubtful.discard(key)
 
-    def flushed(self, key: PageKey, slot: Slot) -> PageMove:
-        """What a flush is to write of a page that lies in `slot`."""
+    def given(self, key: PageKey, slot: Slot) -> PageMove:
+        """What a store, or another engine, is to have of a page that lies in `slot`."""
         has_draft = key not in self._bare and key not in self._doubtful
         return PageMove(key, slot, (), plain=self._plain.get(key), has_draft=has_draft)

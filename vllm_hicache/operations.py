@@ -226,7 +226,7 @@ class Operations:
             return None, stop
         lease = self._tier.lease(keys, found.num_pages)
         op = self._ledger.open(time.monotonic())
-        named = [PageMove(keys[page], found.slots[page], (), plain=plain[page]) for page in range(start, stop)]
+        named = [self._storable.given(keys[page], found.slots[page]) for page in range(start, stop)]
         absent = [PageMove(keys[page], Slot(-1), (), plain=plain[page]) for page in range(stop, len(keys))]
         self._next.exports.append(ExportOp(op, self._spaces, tuple(named), tuple(absent) if is_last else ()))
         self._open[op] = OpenExport(lease)
@@ -253,7 +253,7 @@ class Operations:
             return
         lease = self._tier.lease(keys, wanted[-1] + 1)
         op = self._ledger.open(time.monotonic())
-        moves = tuple(self._storable.flushed(keys[index], found.slots[index]) for index in wanted)
+        moves = tuple(self._storable.given(keys[index], found.slots[index]) for index in wanted)
         self._next.flushes.append(FlushOp(op, self._spaces, moves))
         self._open[op] = OpenFlush(keys, wanted, lease, self._epoch)
         self._flushing.update(keys[index] for index in wanted)
