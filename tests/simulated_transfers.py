@@ -90,7 +90,7 @@ class ScriptedTransfers:
     def fence(self) -> None:
         return None
 
-    def load(self, op: LoadOp, store: object, fence: None, vouched: int | None = None) -> None:
+    def load(self, op: LoadOp, store: object, fence: None, vouched: int | None = None, peer: object = None) -> None:
         self._begin(op, vouched)
 
     def save(self, op: SaveOp, fence: None, vouched: int | None = None) -> None:

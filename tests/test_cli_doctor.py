@@ -228,7 +228,7 @@ def test_a_config_that_is_none_is_one_sentence_and_exit_2(
         ({"hostmemory": "8GiB"}, "did you mean 'host_memory'?"),
         ({"host_memory": "8G"}, "is ambiguous"),
         ({"eviction": "slurp"}, "did you mean 'slru'?"),
-        ({"store": "none", "io_threads": 2}, "contradicts io_threads"),
+        ({"store": "none", "flush_queue_pages": 2}, "contradicts flush_queue_pages"),
     ],
 )
 def test_a_refused_setting_is_one_failing_line(
