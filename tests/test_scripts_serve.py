@@ -151,12 +151,21 @@ def test_when_one_dies_the_others_end_and_its_log_is_shown(
     assert shown[3].startswith(f"  curl {engines[-1].url}/v1/chat/completions ")
 
 
-def test_ctrl_c_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_all(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
     engines = fakes(tmp_path, "immortal")
     monkeypatch.setattr(serving_run, "engines_of", lambda *_: engines)
     monkeypatch.setattr(serving_run, "router_of", lambda *_: None)
     monkeypatch.setattr(serving_run, "read_arguments", lambda: read_arguments(["--model", str(tmp_path)]))
     monkeypatch.setattr(serving_run, "FOLDER", tmp_path / "logs")
+    # Where a shell has put the tests into the background Python ignores it.
+    set_handler = signal.signal
+    before = set_handler(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: set_handler(signal.SIGINT, before))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(serving_run, "question", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     assert serving_run.main() == 130
