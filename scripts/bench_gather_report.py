@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench_gather_rank import CHUNK_TOKENS, Measured
+from columns import shown, titles
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -128,10 +129,7 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
 
 def table(rows: Sequence[Row]) -> str:
     """One line a row."""
-    lines = ["".join(f"{title:>{width}}" for title, width, _ in _COLUMNS)]
-    for row in rows:
-        lines.append("".join(f"{shown(row):>{width}}" for _, width, shown in _COLUMNS) + f" {row.verdict}")
-    return "\n".join(lines)
+    return "\n".join([titles(_COLUMNS), *(f"{shown(_COLUMNS, row)} {row.verdict}" for row in rows)])
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench_serving_client import Sent
+from columns import shown, titles
 from engine_job import total_of
 from prometheus_client.samples import Sample
 
@@ -120,11 +121,8 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
 
 def table(rows: Sequence[Row]) -> str:
     """One line a row. A pair's hits are those of both engines, each of which is given the whole prompt."""
-    lines = [f"{'load':<19}{'set-up':<18}" + "".join(f"{title:>{width}}" for title, width, _ in _COLUMNS)]
-    for row in rows:
-        shown = "".join(f"{show(row):>{width}}" for _, width, show in _COLUMNS)
-        lines.append(f"{row.load:<19}{row.setup:<18}{shown}")
-    return "\n".join(lines)
+    head = f"{'load':<19}{'set-up':<18}{titles(_COLUMNS)}"
+    return "\n".join([head, *(f"{row.load:<19}{row.setup:<18}{shown(_COLUMNS, row)}" for row in rows)])
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

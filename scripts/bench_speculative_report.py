@@ -13,6 +13,7 @@ from functools import reduce
 from operator import attrgetter
 
 from bench_speculative_engine import Sample, Take
+from columns import shown, titles
 
 LOSS_LIMIT = 0.01
 """Of the acceptance after a device hit, at every position."""
@@ -296,9 +297,5 @@ def _or_dash(value: float | None, spec: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """One line a row."""
-    lines = [f"{'draft':<12}{'take':<12}" + "".join(f"{title:>{width}}" for title, width, _ in _COLUMNS)]
-    for row in rows:
-        lines.append(
-            f"{row.draft:<12}{row.take:<12}" + "".join(f"{shown(row):>{width}}" for _, width, shown in _COLUMNS)
-        )
-    return "\n".join(lines)
+    head = f"{'draft':<12}{'take':<12}{titles(_COLUMNS)}"
+    return "\n".join([head, *(f"{row.draft:<12}{row.take:<12}{shown(_COLUMNS, row)}" for row in rows)])

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matrix_worker
+import numpy as np
 import pytest
 from matrix_cut import Cut
-from matrix_pages import Pages, assemble
+from matrix_pages import Pages, assemble, compare
 from matrix_worker import Piece, Worker
 from prepare_model import default_cache, prepare_model
 
@@ -207,6 +208,14 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60) 
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {seconds} s for {what}")
         time.sleep(0.02)
+
+
+def check_slabs(computed: Pages, restored: Pages, num_slabs: int) -> None:
+    """Each slab is there, has the bytes that were computed, and differs from every other."""
+    found = compare(computed.slabs, restored.slabs)
+    assert found.num_slabs == num_slabs
+    assert found.first_unequal is None
+    assert len(np.unique(restored.slabs.reshape(num_slabs, -1), axis=0)) == num_slabs
 
 
 def object_names(store: FileStore) -> set[ObjectName]:

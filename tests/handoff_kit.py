@@ -12,10 +12,12 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
+from lifecycle_kit import prompt
 from simulated_engine import SimulatedEngine
 from simulated_faults import PATIENCE_S, Gate
 from simulated_handoff import HandoffEngine
 from simulated_model import POISON, Cut, Job, page_content
+from vllm.v1.request import RequestStatus
 
 from vllm_hicache.handoff.server import Served, Session
 from vllm_hicache.keys import PageKeys, chain_root
@@ -23,12 +25,26 @@ from vllm_hicache.names import PageKey, Slot
 
 Parts = Sequence[bytes | memoryview]
 
+LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
+LONE, TENSOR, STAGES, ALL = Cut(), Cut(2), Cut(1, 2), Cut(2, 2)
+ONE_HEAD, SHARDED, REPLICAS = Cut(num_heads=1), Cut(2, 1, 2, 1), Cut(2, 1, 1, 1)
+"""The last two: context parallelism, and ranks with the same head that share out host memory."""
+CUTS = [(LONE, LONE), (TENSOR, LONE), (ALL, TENSOR), (SHARDED, ONE_HEAD), (ONE_HEAD, REPLICAS)]
+"""Of prefill and decode, for ends that go wrong."""
+TEXT = prompt(100)
+KEYS = ("11" * 32, "22" * 32)
+PATIENT = {"peer_timeout_s": 0.5}
+"""Of the engine that decodes: what it waits for a peer."""
+
 
 def name_of(cuts: object) -> str | None:
     """What tests call two cuts."""
     if not isinstance(cuts, tuple) or not all(isinstance(cut, Cut) for cut in cuts):
         return None
     return "-to-".join(f"tp{cut.tp_size}pp{cut.pp_size}dcp{cut.dcp_size}h{cut.num_heads}" for cut in cuts)
+
+
+every_cut = pytest.mark.parametrize("cuts", CUTS, ids=name_of)
 
 
 def num_owners(cut: Cut) -> int:

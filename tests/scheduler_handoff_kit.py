@@ -69,7 +69,7 @@ class HandoffRig(Rig):
         self.settle()
         return self.told[first:]
 
-    def end(self, name: str, is_computed: bool = True) -> bool:
+    def end(self, name: str, is_computed: bool = True) -> str | None:
         self.sources.pop(name, None)
         return self.half.finished(RequestId(name), is_computed)
 

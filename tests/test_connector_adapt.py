@@ -27,16 +27,14 @@ from vllm_hicache.connectors.adapt import (
     model_identity,
     namespace,
     parse_config,
-    peer_access,
-    peer_key,
     place,
-    takes_over,
 )
 from vllm_hicache.connectors.compat import SUPPORTED, check_version, version_tuple
 from vllm_hicache.errors import ConfigError, UnsupportedEngineError
 from vllm_hicache.geometry import PageLayout, RoleShape
 from vllm_hicache.grid import Grid
 from vllm_hicache.handoff.peers import PeerAccess
+from vllm_hicache.handoff.roles import peer_access, peer_key, takes_over
 from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey, PageKeys, chain_root
 from vllm_hicache.names import PageKey, Role
@@ -653,7 +651,7 @@ def test_a_key_that_is_none_is_refused_at_start(monkeypatch: pytest.MonkeyPatch)
 
 def access(name: str, **settings: object) -> PeerAccess | None:
     told = role(name, **settings)
-    return peer_access(told, parse_config(told))  # type: ignore[arg-type]
+    return peer_access(name, parse_config(told))  # type: ignore[arg-type]
 
 
 def test_only_an_engine_that_neither_serves_nor_reads_has_no_access_to_others(without_key: None) -> None:
@@ -669,7 +667,7 @@ def test_prompts_are_taken_over_only_where_ranks_have_access_to_their_engines(
     name: str, settings: dict[str, object], expected: bool, without_key: None
 ) -> None:
     told = role(name, **settings)
-    assert takes_over(told, parse_config(told)) is expected  # type: ignore[arg-type]
+    assert takes_over(name, parse_config(told)) is expected  # type: ignore[arg-type]
     assert not expected or access(name, **settings) is not None
 
 

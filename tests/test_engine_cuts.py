@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-from engine_kit import PAGE, Answer, Engine, engine, prompt_of
+from engine_kit import PAGE, Answer, Engine, check_slabs, engine, prompt_of
 from matrix_cut import Cut
-from matrix_pages import Pages, compare
+from matrix_pages import Pages
 from random_model import VOCABULARY, random_model
 from redis_server import RedisServer
 
@@ -90,11 +89,7 @@ def test_every_page_that_an_engine_of_another_cut_wrote_is_restored(carried: Car
 
 
 def test_each_slab_has_the_writers_bytes_by_page_layer_and_head(carried: Carried) -> None:
-    found = compare(carried.written.slabs, carried.read.slabs)
-    assert found.num_slabs == NUM_PAGES * NUM_LAYERS * NUM_HEADS
-    assert found.first_unequal is None
-    slabs = carried.read.slabs.reshape(found.num_slabs, -1)
-    assert len(np.unique(slabs, axis=0)) == found.num_slabs
+    check_slabs(carried.written, carried.read, NUM_PAGES * NUM_LAYERS * NUM_HEADS)
 
 
 def test_the_answer_is_that_of_vllms_own_hit(carried: Carried) -> None:

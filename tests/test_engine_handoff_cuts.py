@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from engine_kit import PAGE, Answer, Engine, _answer, engine, prompt_of
+from engine_kit import PAGE, Answer, Engine, _answer, check_slabs, engine, prompt_of
 from matrix_cut import Cut
-from matrix_pages import Pages, compare
+from matrix_pages import Pages
 from random_model import VOCABULARY, random_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -75,11 +74,7 @@ def handed_over(request: pytest.FixtureRequest, engines: dict[str, Engine], tmp_
 
 
 def test_each_slab_has_the_bytes_that_were_computed(handed_over: HandedOver) -> None:
-    found = compare(handed_over.computed.slabs, handed_over.taken.slabs)
-    assert found.num_slabs == NUM_PAGES * NUM_LAYERS * NUM_HEADS
-    assert found.first_unequal is None
-    slabs = handed_over.taken.slabs.reshape(found.num_slabs, -1)
-    assert len(np.unique(slabs, axis=0)) == found.num_slabs
+    check_slabs(handed_over.computed, handed_over.taken, NUM_PAGES * NUM_LAYERS * NUM_HEADS)
 
 
 def test_the_answer_is_that_of_the_engine_that_computed_the_prompt(handed_over: HandedOver) -> None:

@@ -12,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transfer_fixtures import POISON
 from transport_kit import (
+    BOTH,
     GEOMETRY,
     NUM_SLOTS,
     NUM_UNITS,
     PAGES,
+    PART,
     UNIT_BYTES,
     Reading,
     Served,
@@ -34,8 +36,8 @@ from vllm_hicache.storage.base import Store, WatchedParts
 from vllm_hicache.storage.envelope import ChunkId
 from vllm_hicache.storage.wrappers import StoreWrapper
 
-PART = GEOMETRY.parts[0]
-BOTH = [None, None]
+pytest_plugins = ["transport_fixtures"]
+
 GONE = (MissReason.ABSENT, MissReason.UNAVAILABLE, MissReason.TIMEOUT)
 
 
@@ -48,16 +50,6 @@ def transport(request: pytest.FixtureRequest) -> PeerTransport:
 def ends(transport: PeerTransport) -> Iterator[tuple[Served, Reading]]:
     with link(transport) as ends:
         yield ends
-
-
-@pytest.fixture
-def served(ends: tuple[Served, Reading]) -> Served:
-    return ends[0]
-
-
-@pytest.fixture
-def reading(ends: tuple[Served, Reading]) -> Reading:
-    return ends[1]
 
 
 @pytest.fixture

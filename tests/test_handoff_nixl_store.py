@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from transport_kit import (
+    BOTH,
     GEOMETRY,
+    PART,
     UNIT_BYTES,
     Reading,
     Served,
@@ -28,8 +30,8 @@ from vllm_hicache.storage.base import WatchedParts
 from vllm_hicache.storage.redis_pool import Address, Login, connect
 from vllm_hicache.storage.resp import Deadline, NoRedis, Wire, command
 
-PART = GEOMETRY.parts[0]
-BOTH = [None, None]
+pytest_plugins = ["transport_fixtures"]
+
 KEY = names()[0].encode()
 
 
@@ -37,16 +39,6 @@ KEY = names()[0].encode()
 def ends() -> Iterator[tuple[Served, Reading]]:
     with link(PeerTransport.NIXL) as ends:
         yield ends
-
-
-@pytest.fixture
-def served(ends: tuple[Served, Reading]) -> Served:
-    return ends[0]
-
-
-@pytest.fixture
-def reading(ends: tuple[Served, Reading]) -> Reading:
-    return ends[1]
 
 
 @pytest.fixture

@@ -221,7 +221,7 @@ def test_the_engine_that_was_read_longest_ago_is_parted_from(
     for number in (0, 1, 0, 2):
         assert set(reader.read(peer_of([ranks[number]]))) == {None}
     kept = [(HOST, ranks[number].server.port) for number in (0, 2)]
-    assert list(reader.peers._stores) == kept
+    assert list(reader.peers._ranks) == kept
     assert set(reader.read(peer_of([ranks[1]]))) == {None}  # and comes back
 
 

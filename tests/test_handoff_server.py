@@ -55,7 +55,7 @@ class Serving:
     def store(self, password: str = "secret") -> Store:
         place = PeerRank("127.0.0.1", self.server.port, ())
         peers = Peers(self.rank.geometry.layout, PeerAccess(password, XXH3, 5.0, 2), Metrics())
-        self.stores.append(peers._open(place))
+        self.stores.append(peers._open(place).store)
         return self.stores[-1]
 
     def chunks(self, spaces: Spaces = SPACES) -> RoleChunks:
@@ -89,6 +89,16 @@ def read(serving: Serving, chunks: RoleChunks) -> list[MissReason | None]:
             if reasons[-1] is None:
                 assert payload == serving.rank.pool.part(page.slot, part)
     return reasons
+
+
+def read_before_export(serving: Serving) -> set[MissReason | None]:
+    """Ask for every page before it is exported; reasons of misses."""
+    found: list[MissReason | None] = []
+    reader = threading.Thread(target=lambda: found.extend(read(serving, serving.chunks())))
+    reader.start()
+    serving.export(OpId(2), serving.pages)
+    reader.join(30)
+    return set(found)
 
 
 def test_every_cell_of_every_page_is_read_as_it_lies_in_its_slot(serving: Serving) -> None:
@@ -135,12 +145,7 @@ def test_a_page_that_two_prompts_share_is_known_until_both_are_over(serving: Ser
 def test_a_page_that_comes_later_is_waited_for(serving: Serving) -> None:
     serving.server.withdraw(OpId(1))
     serving.server._wait_s = 30.0
-    found: list[MissReason | None] = []
-    reader = threading.Thread(target=lambda: found.extend(read(serving, serving.chunks())))
-    reader.start()
-    serving.export(OpId(2), serving.pages)
-    reader.join(30)
-    assert set(found) == {None}
+    assert read_before_export(serving) == {None}
 
 
 def test_who_comes_late_for_a_page_hears_so_soon_and_who_comes_a_moment_too_early_has_it(
@@ -151,12 +156,7 @@ def test_who_comes_late_for_a_page_hears_so_soon_and_who_comes_a_moment_too_earl
     monkeypatch.setattr("vllm_hicache.handoff.server._LATE_WAIT_S", 0.0)
     assert set(read(serving, serving.chunks())) == {MissReason.ABSENT}
     monkeypatch.setattr("vllm_hicache.handoff.server._LATE_WAIT_S", 30.0)
-    found: list[MissReason | None] = []
-    reader = threading.Thread(target=lambda: found.extend(read(serving, serving.chunks())))
-    reader.start()
-    serving.export(OpId(2), serving.pages)
-    reader.join(30)
-    assert set(found) == {None}
+    assert read_before_export(serving) == {None}
 
 
 def test_a_page_that_will_not_come_is_said_to_be_absent_at_once(serving: Serving) -> None:

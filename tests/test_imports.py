@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("stores", "lookup"),
     ("transfer",),
     ("handoff", "context_parallel"),
-    ("operations", "tracking", "exports"),
+    ("operations", "tracking", "tree_pages", "exports"),
     ("scheduler", "worker"),
     ("connectors", "cli"),
 )

@@ -13,6 +13,14 @@ from pathlib import Path
 
 import pytest
 from handoff_kit import (
+    ALL,
+    LOADING,
+    LONE,
+    ONE_HEAD,
+    REPLICAS,
+    SHARDED,
+    STAGES,
+    TENSOR,
     ReadsOf,
     chain_of,
     check_poison_elsewhere,
@@ -40,18 +48,14 @@ from vllm_hicache.names import ObjectName, PageKey
 from vllm_hicache.storage.envelope import header_bytes
 
 pytest_plugins = ["handoff_fixtures", "lifecycle_fixtures"]
-LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
-LONE, PAIR, STAGES, ALL = Cut(), Cut(2), Cut(1, 2), Cut(2, 2)
-ONE_HEAD, SHARDED, REPLICAS = Cut(num_heads=1), Cut(2, 1, 2, 1), Cut(2, 1, 1, 1)
-"""The last two: context parallelism, and ranks with the same head that share out host memory."""
 CUTS = [
     (LONE, LONE),
-    (PAIR, LONE),
-    (LONE, PAIR),
+    (TENSOR, LONE),
+    (LONE, TENSOR),
     (STAGES, LONE),
     (LONE, STAGES),
     (ALL, LONE),
-    (PAIR, STAGES),
+    (TENSOR, STAGES),
     (SHARDED, ONE_HEAD),
     (ONE_HEAD, SHARDED),
     (REPLICAS, ONE_HEAD),
@@ -145,12 +149,12 @@ class TestEveryCut:
         assert received == num_objects * object_bytes
         assert received < pair.prefill.counters["peer_bytes|sent"] < 1.04 * received
 
-    @pytest.mark.parametrize("decode", [LONE, PAIR, STAGES, ALL], ids=str)
+    @pytest.mark.parametrize("decode", [LONE, TENSOR, STAGES, ALL], ids=str)
     def test_ranks_read_their_parts_out_of_objects_that_hold_more(self, start: StartPair, decode: Cut) -> None:
         pair = start(LONE, decode, grid="1x1")
         assert pair.hand_over(TEXT).num_external == 99
 
-    @pytest.mark.parametrize("prefill", [PAIR, STAGES], ids=str)
+    @pytest.mark.parametrize("prefill", [TENSOR, STAGES], ids=str)
     def test_an_engine_whose_ranks_hold_parts_of_objects_does_not_serve(self, tmp_path: Path, prefill: Cut) -> None:
         with pytest.raises(ConfigError, match="cannot write or serve"):
             HandoffEngine(tmp_path, grid="1x1", role="kv_producer", peer_host="127.0.0.1", **prefill._asdict())

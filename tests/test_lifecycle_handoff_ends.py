@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import pytest
 from handoff_kit import (
+    CUTS,
+    PATIENT,
+    TEXT,
     ReadsOf,
+    every_cut,
     name_of,
     num_owners,
     slots_of,
@@ -21,23 +25,14 @@ from simulated_handoff import (
     Pair,
     StartPair,
 )
-from simulated_model import BLOCK, Cut
+from simulated_model import BLOCK
 from vllm.v1.request import RequestStatus
 
 pytest_plugins = ["handoff_fixtures", "lifecycle_fixtures"]
-LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
-LONE, TENSOR, ALL = Cut(), Cut(2), Cut(2, 2)
-ONE_HEAD, SHARDED, REPLICAS = Cut(num_heads=1), Cut(2, 1, 2, 1), Cut(2, 1, 1, 1)
-CUTS = [(LONE, LONE), (TENSOR, LONE), (ALL, TENSOR), (SHARDED, ONE_HEAD), (ONE_HEAD, REPLICAS)]
-TEXT = prompt(100)
 
 
 two_cuts = pytest.mark.parametrize("cuts", [CUTS[0], CUTS[3]], ids=name_of)
 """For what waits for seconds."""
-every_cut = pytest.mark.parametrize("cuts", CUTS, ids=name_of)
-KEYS = ("11" * 32, "22" * 32)
-PATIENT = {"peer_timeout_s": 0.5}
-"""Of the engine that decodes: what it waits for a peer."""
 
 
 class TestLeases:

@@ -11,37 +11,29 @@ from collections.abc import Mapping
 
 import pytest
 from handoff_kit import (
+    KEYS,
+    PATIENT,
+    TEXT,
     ReadsOf,
     chain_of,
-    name_of,
+    every_cut,
     talker,
 )
-from lifecycle_kit import prompt
 from simulated_handoff import (
     Cuts,
     StartPair,
     close_servers,
 )
-from simulated_model import BLOCK, Cut
-from vllm.v1.request import RequestStatus
+from simulated_model import BLOCK
 
 from vllm_hicache.names import PageKey
 from vllm_hicache.secrets import PEER_KEY_VARIABLE
 
 pytest_plugins = ["handoff_fixtures", "lifecycle_fixtures"]
-LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
-LONE, TENSOR, ALL = Cut(), Cut(2), Cut(2, 2)
-ONE_HEAD, SHARDED, REPLICAS = Cut(num_heads=1), Cut(2, 1, 2, 1), Cut(2, 1, 1, 1)
-CUTS = [(LONE, LONE), (TENSOR, LONE), (ALL, TENSOR), (SHARDED, ONE_HEAD), (ONE_HEAD, REPLICAS)]
-TEXT = prompt(100)
 
 
-every_cut = pytest.mark.parametrize("cuts", CUTS, ids=name_of)
-KEYS = ("11" * 32, "22" * 32)
 IN_ORDER = {"io_threads": 1}
 """Every rank fetches one page after the other."""
-PATIENT = {"peer_timeout_s": 0.5}
-"""Of the engine that decodes: what it waits for a peer."""
 
 
 def own(told: Mapping[str, object], **changes: object) -> dict[str, object]:

@@ -43,6 +43,9 @@ GEOMETRY = RankGeometry(PageLayout((SHAPE,), 4, 8, CUT), (Holding(Role.TARGET, (
 UNIT_BYTES = 2 * 4096
 NUM_UNITS = 10
 PAGES = tuple(move(page, slot) for page, slot in enumerate((4, 0, 3)))
+PART = GEOMETRY.parts[0]
+BOTH = [None, None]
+"""What loading both cells of a page says where they are there."""
 
 
 def ranges(pool: HostPool) -> list[MemoryRange]:

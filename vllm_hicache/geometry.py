@@ -286,7 +286,12 @@ class RankGeometry:
         """
         holding = next(each for each in self.holdings if each.role == part.cell.role)
         num_alike = holding.num_replicas // self.shard.num_owners
-        return int.from_bytes(key[:4], "little") % num_alike == holding.replica // self.shard.num_owners
+        return turn_of(key, num_alike) == holding.replica // self.shard.num_owners
+
+
+def turn_of(key: PageKey, num_alike: int) -> int:
+    """Which of as many that are alike a page falls to, so that they share the work evenly."""
+    return int.from_bytes(key[:4], "little") % num_alike
 
 
 def _part(cell: Cell, holding: Holding, offset: int, region: int) -> Part | None:

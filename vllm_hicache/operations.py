@@ -15,12 +15,13 @@ from vllm_hicache.consensus import Ledger, Silence
 from vllm_hicache.drafts import BarePages, StorablePages
 from vllm_hicache.events import PageEvents
 from vllm_hicache.index.host import HostTier, runs_of
-from vllm_hicache.index.tree import Evicted
 from vllm_hicache.metrics import Metrics
 from vllm_hicache.names import BlockId, MissReason, OpId, PageKey, Phase, Slot, Tier
 from vllm_hicache.namespace import Spaces
+from vllm_hicache.ownership import PageBlocks
 from vllm_hicache.plan import Ack, ExportOp, FlushOp, LoadOp, NextPlan, OpReport, PageMove, Plan, SaveOp
 from vllm_hicache.tracking import Answer, BlockHolds, OpenExport, OpenFlush, OpenLoad, OpenOp, OpenSave, Tracked
+from vllm_hicache.tree_pages import TreePages
 
 _WRITE_BACK_PAGES = 64
 _SELECTIVE_HITS = 2
@@ -54,8 +55,7 @@ class Operations:
         self._config = config
         self._tier = tier
         self._page = page_tokens
-        self._block = block_tokens
-        self._blocks_per_page = page_tokens // block_tokens
+        self._page_blocks = PageBlocks(tier.ownership, page_tokens, block_tokens)
         self._holds = holds
         self._metrics = metrics
         self._events = events
@@ -66,7 +66,7 @@ class Operations:
         self._flushing: set[PageKey] = set()
         self._bare = bare
         self._storable = StorablePages(bare)
-        self._unfinished: set[PageKey] = set()
+        self.pages = TreePages(tier, page_tokens, self._storable, metrics, events)
         self._epoch = 0
         self._spaces = Spaces(b"")
         self._step = 0
@@ -108,13 +108,13 @@ class Operations:
         found = self._tier.match(keys[: answer.host_end], touch=False)
         # The lease comes before the slots: what is reserved must not evict the very pages to be loaded.
         lease = self._tier.lease(keys, found.num_pages)
-        slots = self._reserve(keys, answer.host_end, answer.end)
+        slots = self.pages.reserve(keys, answer.host_end, answer.end)
         served = answer.host_end + len(slots)
         by_page = [*found.slots[answer.first :], *slots]
         moves: list[PageMove] = []
         unserved: list[BlockId] = []
         for index in range(answer.first, answer.end):
-            page_blocks, first_block = self._blocks_of(index, blocks, answer.local)
+            page_blocks, first_block = self._page_blocks.of(index, blocks, answer.local)
             if index < served:
                 slot = by_page[index - answer.first]
                 is_filled, from_peer = index >= answer.host_end, index >= answer.store_end
@@ -150,7 +150,7 @@ class Operations:
         if self._tier.match(keys[:start], touch=False).num_pages < start or keys[start] in self._moving:
             return
         lease = self._tier.lease(keys, start)
-        slots = self._reserve(keys, start, stop)
+        slots = self.pages.reserve(keys, start, stop)
         if not slots:
             lease.release()
             return
@@ -182,7 +182,7 @@ class Operations:
         if start == len(keys):
             return True
         lease = self._tier.lease(keys, present)
-        slots = self._reserve(keys, start, len(keys))
+        slots = self.pages.reserve(keys, start, len(keys))
         stop = start + len(slots)
         if stop < len(keys):
             self._metrics.count("declined_pages", "save", len(keys) - stop)
@@ -190,7 +190,7 @@ class Operations:
             lease.release()
             return False
         of_request = blocks()
-        pages = [self._blocks_of(start + index, of_request, 0)[0] for index in range(len(slots))]
+        pages = [self._page_blocks.of(start + index, of_request)[0] for index in range(len(slots))]
         moves = tuple(PageMove(key, slot, page) for key, slot, page in zip(keys[start:], slots, pages, strict=False))
         # From here on the blocks are ours too, whatever becomes of the request (decisions/0002).
         held = list(dict.fromkeys(block for page in pages for block in page))
@@ -227,8 +227,9 @@ class Operations:
         lease = self._tier.lease(keys, found.num_pages)
         op = self._ledger.open(time.monotonic())
         named = [self._storable.given(keys[page], found.slots[page]) for page in range(start, stop)]
-        absent = [PageMove(keys[page], Slot(-1), (), plain=plain[page]) for page in range(stop, len(keys))]
-        self._next.exports.append(ExportOp(op, self._spaces, tuple(named), tuple(absent) if is_last else ()))
+        num_named = len(keys) if is_last else stop
+        absent = [PageMove(keys[page], Slot(-1), (), plain=plain[page]) for page in range(stop, num_named)]
+        self._next.exports.append(ExportOp(op, self._spaces, tuple(named), tuple(absent)))
         self._open[op] = OpenExport(lease)
         self._resting.add(op)
         return op, stop
@@ -319,7 +320,7 @@ class Operations:
             case OpenExport():
                 pass
         record.lease.release()
-        self.note_evicted(self._tier.drain_retired())
+        self.pages.leave(self._tier.drain_retired())
 
     def _received(self, op: OpId) -> None:
         """A load has ended for its request, though a store call may still be open: nobody else waits for its pages."""
@@ -346,8 +347,9 @@ class Operations:
             return
         first = answer.host_end + start
         of_store = max(start, min(stop, answer.store_end - answer.host_end))
-        self._enter_tree(record, first, record.slots[start:of_store], answer.host_end, stored=True)
-        self._enter_tree(record, answer.host_end + of_store, record.slots[of_store:stop], answer.host_end, stored=False)
+        self._moving.difference_update(record.keys[first : answer.host_end + stop])
+        self.pages.enter(record, first, record.slots[start:of_store], answer.host_end, stored=True)
+        self.pages.enter(record, answer.host_end + of_store, record.slots[of_store:stop], answer.host_end, stored=False)
         record.attached = stop
         # Where the device alone has the pages before, nothing could enter the tree, and there is nothing to lease.
         reach = self._tier.match(record.keys[: first + stop - start], touch=False).num_pages
@@ -384,7 +386,7 @@ class Operations:
         if record.epoch == self._epoch:
             self._moving.difference_update(record.keys[record.start : record.start + len(record.slots)])
             slots = record.slots[:done]
-            self._enter_tree(record, record.start, slots, record.start, False, record.doubtful_end)
+            self.pages.enter(record, record.start, slots, record.start, False, record.doubtful_end)
         else:
             self._tier.abandon(record.slots[:done])
         self._tier.abandon(record.slots[done:])
@@ -403,67 +405,11 @@ class Operations:
         for index in done:
             self._events.stored(Tier.STORE, record.keys[index], record.keys[index - 1] if index else None, ())
 
-    def _enter_tree(
-        self,
-        record: OpenLoad | OpenSave,
-        first: int,
-        slots: Sequence[Slot],
-        first_event: int,
-        stored: bool,
-        doubtful_end: int = 0,
-    ) -> None:
-        """Slots with good bytes become pages from `first` on; `record.event_tokens` begin with page `first_event`."""
-        full = slots[: max(0, record.num_full - first)]
-        new = self._attach(record, first, full, stored)
-        # What has less than a page's tokens is of use to its two engines alone: it needs no store, and no event tells.
-        unfinished = self._attach(record, first + len(full), slots[len(full) :], stored=True)
-        self._unfinished.update(record.keys[index] for index in unfinished)
-        for index in (*new, *unfinished):
-            self._storable.enter(record.keys[index], record.plain[index], index < doubtful_end)
-        for index in new:
-            token = (index - first_event) * self._page
-            page = tuple(record.event_tokens[token : token + self._page])
-            self._events.stored(Tier.HOST, record.keys[index], record.keys[index - 1] if index else None, page)
-
-    def _attach(self, record: OpenLoad | OpenSave, first: int, slots: Sequence[Slot], stored: bool) -> range:
-        """Pages from `first` on that are new in the tree."""
-        stop = first + len(slots)
-        self._moving.difference_update(record.keys[first:stop])
-        return range(stop - self._tier.attach(record.keys, first, slots, stored), stop)
-
     def _flush_on_hit(self, keys: Sequence[PageKey]) -> None:
         found = self._tier.match(keys, touch=False)
         enough = self._config.write == WritePolicy.THROUGH or found.hits >= _SELECTIVE_HITS
         if enough and 0 in found.stored:
             self.flush(keys, range(found.num_pages))
-
-    def _reserve(self, keys: Sequence[PageKey], start: int, stop: int) -> list[Slot]:
-        slots, evicted = self._tier.reserve(keys, start, stop - start)
-        self.note_evicted(evicted)
-        return slots
-
-    def note_evicted(self, evicted: Sequence[Evicted]) -> None:
-        """Count pages that left host memory, and tell of them."""
-        if evicted:
-            self._metrics.count("evicted_pages", Tier.HOST.value, len(evicted))
-        for page in evicted:
-            self._storable.leave(page.key)
-            if page.key in self._unfinished:
-                self._unfinished.remove(page.key)
-            else:
-                self._events.removed(Tier.HOST, page.key)
-
-    def _blocks_of(self, page: int, blocks: Sequence[BlockId], local: int) -> tuple[tuple[BlockId, ...], int]:
-        """Blocks of a page without those that hold the `local` leading tokens, and the first one's position.
-
-        Where the engine shards requests, a block's number stands for a row of it on every owner.
-        """
-        ownership = self._tier.ownership
-        if ownership.on_device:
-            return (blocks[ownership.row(page)],), 0
-        start = page * self._blocks_per_page
-        skip = max(0, local // self._block - start)
-        return tuple(blocks[start + skip : start + self._blocks_per_page]), skip
 
     def _tokens_of(self, tracked: Tracked, start: int, stop: int) -> Sequence[int]:
         if not self._events.enabled:

@@ -12,9 +12,11 @@ chosen for each new chain, so that owners fill evenly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_hicache.errors import UnsupportedEngineError
+from vllm_hicache.names import BlockId
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,27 @@ class Shard:
     def row(self, slot: int) -> int:
         """Row of one of this rank's slots in its pool."""
         return slot // self.ownership.num_owners
+
+
+@dataclass(frozen=True, slots=True)
+class PageBlocks:
+    """Which device blocks of a request a page lies in."""
+
+    ownership: Ownership
+    page_tokens: int
+    block_tokens: int
+
+    def of(self, page: int, blocks: Sequence[BlockId], local: int = 0) -> tuple[tuple[BlockId, ...], int]:
+        """Blocks of a page without those that hold the `local` leading tokens, and the first one's position.
+
+        Where the engine shards requests, a block's number stands for a row of it on every owner.
+        """
+        if self.ownership.on_device:
+            return (blocks[self.ownership.row(page)],), 0
+        num_blocks = self.page_tokens // self.block_tokens
+        start = page * num_blocks
+        skip = max(0, local // self.block_tokens - start)
+        return tuple(blocks[start + skip : start + num_blocks]), skip
 
 
 def check_interleave(interleave_tokens: int, block_tokens: int) -> None:

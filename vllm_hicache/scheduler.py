@@ -135,12 +135,12 @@ class SchedulerHalf:
         root = chain_root(self._digest, salt, adapter)
         tracked = Tracked(request_id, source, PageKeys(root, self._page, extras, bool(self._num_ahead)), self._epoch)
         self._tracked[request_id] = tracked
-        if peer is not None or export is not None:
+        name = peer.request if peer is not None else export
+        if name is not None:
             tracked.keys.extend(source.all_token_ids)
-            name = peer.request if peer is not None else export or ""
             tracked.handoff = Handoff.of_prompt(name, tracked.keys, peer)
-        if tracked.handoff is not None and peer is None:
-            self._exports.begin(tracked.handoff)
+            if peer is None:
+                self._exports.begin(tracked.handoff)
         if self._store is None or source.num_tokens <= self._config.load_threshold:
             return
         keys = tracked.extend_keys()
@@ -163,7 +163,7 @@ class SchedulerHalf:
         tracked.is_bare = False
         tracked.local = local_tokens
         keys: Sequence[PageKey] = tracked.extend_keys()
-        if tracked.handoff is not None and tracked.peer is not None:
+        if tracked.handoff is not None and tracked.handoff.peer is not None:
             keys = tracked.handoff.keys
         limit = len(keys) if tracked.banned_from is None else min(len(keys), tracked.banned_from)
         first = local_tokens // self._page
@@ -256,9 +256,9 @@ class SchedulerHalf:
         """Take reports of ranks, act on what all of them have reached, and compare what they say they did.
 
         Args:
-            acknowledged: exports that other engines have read.
             entries: new lines of ranks' logs, by rank.
             marks: how far those logs have come, by rank.
+            acknowledged: exports that other engines have read.
 
         Raises:
             RanksDisagree: ranks differ in more than the lengths they have come to, and `consensus` is `enforce`.
@@ -273,18 +273,18 @@ class SchedulerHalf:
         for difference in found:
             self._differ(difference)
 
-    def finished(self, request_id: RequestId, is_computed: bool = True) -> bool:
+    def finished(self, request_id: RequestId, is_computed: bool = True) -> str | None:
         """The request has ended, in whatever state; what is under way for it ends by itself.
 
         Args:
             is_computed: whether its prompt was.
 
         Returns:
-            Whether another engine may read its prompt's pages.
+            The name of its prompt, whose pages another engine may read; `None` where none may.
         """
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
-            return False
+            return None
         if tracked.lookup is not None:
             tracked.lookup.abandoned = True
         if tracked.load is not None:
@@ -293,10 +293,10 @@ class SchedulerHalf:
             self._operations.release(tracked)
         handoff = tracked.handoff
         if handoff is None or handoff.peer is not None:
-            return False
+            return None
         is_exported = is_computed and tracked.epoch == self._epoch
         self._exports.finished(handoff.request, time.monotonic(), is_exported)
-        return is_exported
+        return handoff.request if is_exported else None
 
     def hit_tokens(self, request_id: RequestId, tokens: int) -> dict[Tier, int]:
         """Split `tokens` that were promised to a request by the tier they come from."""
@@ -312,7 +312,7 @@ class SchedulerHalf:
         """
         self._epoch += 1
         self._exports.reset()
-        self._operations.note_evicted(self.tier.reset())
+        self._operations.pages.leave(self.tier.reset())
         self._enter(self._namespace.bumped(nonce))
 
     def close(self) -> None:

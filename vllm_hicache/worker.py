@@ -101,9 +101,10 @@ class WorkerHalf:
         self._ended_exports: deque[OpId] = deque()
         self._acknowledged: deque[str] = deque()
         linked = [MemoryRange.of(self._pool.memory)] if config.peer_transport == PeerTransport.NIXL else []
-        self._nixl_reader = NixlReader(linked) if access is not None and linked else None
+        reads = access is not None and access.reads
+        self._nixl_reader = NixlReader(linked) if reads and linked else None
         self._nixl_memory = NixlMemory(linked) if config.peer_host is not None and linked else None
-        self._peers = Peers(geometry.layout, access, metrics, self._nixl_reader) if access is not None else None
+        self._peers = Peers(geometry.layout, access, metrics, self._nixl_reader) if access and reads else None
         self._server = self._open_server(geometry, access, metrics) if access is not None else None
         port = self._server.port if self._server is not None else None
         self._inventory = Inventory(

@@ -21,16 +21,14 @@ from vllm_hicache.connectors import compat as compat
 from vllm_hicache.errors import ConfigError, UnsupportedEngineError
 from vllm_hicache.fingerprint import model_identity as fingerprint_identity
 from vllm_hicache.fingerprint import weights_fingerprint
-from vllm_hicache.handoff.peers import PeerAccess
-from vllm_hicache.handoff.protocol import is_local, password
+from vllm_hicache.handoff.roles import check_role
 from vllm_hicache.inventory import Agreed
 from vllm_hicache.keys import Adapter, ExtraKey
 from vllm_hicache.names import BlockId, Role
 from vllm_hicache.namespace import DraftSpace, Namespace
 from vllm_hicache.ownership import check_interleave
 from vllm_hicache.place import Place
-from vllm_hicache.secrets import PEER_KEY_VARIABLE, Secrets
-from vllm_hicache.storage.envelope import sealer_for
+from vllm_hicache.secrets import Secrets
 from vllm_hicache.transfer.device import role_of_layer
 
 if TYPE_CHECKING:
@@ -70,8 +68,7 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
     Raises:
         UnsupportedEngineError: which property, its value and the way out.
     """
-    transfer = vllm_config.kv_transfer_config
-    _check_handoff(transfer.kv_role, parse_config(vllm_config))
+    check_role(vllm_config.kv_transfer_config.kv_role, parse_config(vllm_config))
     parallel = vllm_config.parallel_config
     if parallel.prefill_context_parallel_size != 1:
         raise UnsupportedEngineError(
@@ -84,34 +81,6 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Non
         # vLLM takes the older name too, but applies it in workers only.
         older, newer = parallel.dcp_kv_cache_interleave_size, parallel.cp_kv_cache_interleave_size
         check_interleave(older if older > 1 else newer, block_tokens(kv_cache_config))
-
-
-def _check_handoff(role: str, config: Config) -> None:
-    if role == "kv_producer" and config.peer_host is None:
-        raise ConfigError(
-            "kv_role='kv_producer' computes prompts for other engines, and peer_host does not say where they reach it: "
-            "set peer_host in kv_connector_extra_config to an address of this machine"
-        )
-    if role == "kv_consumer" and config.peer_host is not None:
-        raise ConfigError(
-            f"kv_role='kv_consumer' contradicts peer_host={config.peer_host!r}, at which others would read from it: "
-            "remove peer_host, or set kv_role to 'kv_both'"
-        )
-    if config.peer_port and config.peer_host is None:
-        raise ConfigError(
-            f"peer_port={config.peer_port} without peer_host serves nobody: set peer_host to the address at which "
-            "decode engines reach this machine, or remove peer_port"
-        )
-    if config.peer_host is not None and not is_local(config.peer_host) and peer_key() is None:
-        raise ConfigError(
-            f"peer_host={config.peer_host!r} is reached from other machines, and there is no key: set "
-            f"{PEER_KEY_VARIABLE} in the environment of all engines to the same 32 random bytes (openssl rand -hex 32)"
-        )
-
-
-def peer_key() -> bytes | None:
-    """The key that engines share which hand prompts to each other."""
-    return Secrets.from_environment(os.environ).peer_key
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
@@ -283,20 +252,6 @@ def draft_space(vllm_config: VllmConfig, agreed: Agreed) -> DraftSpace | None:
         grid=str(layout.grid_of(shape)),
         looks_ahead=speculative.use_eagle(),
     )
-
-
-def takes_over(vllm_config: VllmConfig, config: Config) -> bool:
-    """Whether prompts that other engines have computed may be read from them."""
-    role = vllm_config.kv_transfer_config.kv_role
-    return bool(role == "kv_consumer" or (role == "kv_both" and config.peer_host is not None))
-
-
-def peer_access(vllm_config: VllmConfig, config: Config) -> PeerAccess | None:
-    """How pages are read from other engines, and served to them; `None` where neither can be asked for."""
-    if config.peer_host is None and not takes_over(vllm_config, config):
-        return None
-    keys = Secrets.from_environment(os.environ)
-    return PeerAccess(password(keys.peer_key), sealer_for(keys.seal_key), config.peer_timeout_s, config.fetch_threads)
 
 
 def draft_limit(vllm_config: VllmConfig) -> int | None:

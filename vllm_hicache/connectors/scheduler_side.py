@@ -27,6 +27,7 @@ from vllm_hicache.errors import ConfigError, HiCacheError, InvariantError
 from vllm_hicache.events import PageStored
 from vllm_hicache.geometry import PageLayout
 from vllm_hicache.handoff.protocol import Serving, peer_of
+from vllm_hicache.handoff.roles import peer_key, takes_over
 from vllm_hicache.inventory import Inventory, agree, check_writers
 from vllm_hicache.lookup import StoreLookups
 from vllm_hicache.metrics import Metrics
@@ -88,8 +89,8 @@ class SchedulerSide:
         self._stores = StoreOpener.for_config(self._config, self.metrics)
         self._adapters = adapt.AdapterVersions()
         self._requests: dict[str, Request] = {}
-        self._takes_over = adapt.takes_over(vllm_config, self._config)
-        self._peer_key = adapt.peer_key()
+        self._takes_over = takes_over(vllm_config.kv_transfer_config.kv_role, self._config)
+        self._peer_key = peer_key()
         self._serving: Serving | None = None
         self._block_tokens = 0
         self._manager: KVCacheManager | None = None
@@ -225,10 +226,10 @@ class SchedulerSide:
         """A request has ended; what is to be said to the engine that goes on with it."""
         self._requests.pop(request.request_id, None)
         is_computed = request.num_computed_tokens >= request.num_prompt_tokens
-        is_exported = self.half.finished(RequestId(request.request_id), is_computed)
-        if not is_exported or self._serving is None:
+        name = self.half.finished(RequestId(request.request_id), is_computed)
+        if name is None or self._serving is None:
             return None
-        return self._serving.told(self._export_name(request) or "", self.half.spaces, self._peer_key)
+        return self._serving.told(name, self.half.spaces, self._peer_key)
 
     def _export_name(self, request: Request) -> str | None:
         """By which name another engine will acknowledge what this one computes; `None` where none is to.

@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_hicache.connectors import adapt
 from vllm_hicache.entries import Entry, Mark
 from vllm_hicache.errors import InvariantError
+from vllm_hicache.handoff.roles import peer_access
 from vllm_hicache.inventory import Inventory
 from vllm_hicache.machine import look_at_host
 from vllm_hicache.metrics import Metrics
@@ -65,7 +66,7 @@ class WorkerSide:
             look_at_host().spare_bytes,
             self._stores.on if self._stores else None,
             self._open_collective if self._place.num_ranks > 1 else None,
-            adapt.peer_access(self._vllm_config, self._config),
+            peer_access(self._vllm_config.kv_transfer_config.kv_role, self._config),
         )
 
     def _open_collective(self, members: Sequence[int], device: torch.device) -> Collective:

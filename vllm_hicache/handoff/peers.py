@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from vllm_hicache.errors import StoreError
-from vllm_hicache.geometry import PageLayout, RankGeometry, UnitRun
+from vllm_hicache.geometry import Holding, PageLayout, RankGeometry, UnitRun, turn_of
 from vllm_hicache.handoff.nixl_link import NixlReader
 from vllm_hicache.handoff.nixl_store import NixlStore
 from vllm_hicache.metrics import Metrics
@@ -46,12 +46,14 @@ class PeerAccess:
         sealer: that of all engines.
         timeout_s: limit of every call, seconds. A page that its engine is still computing is waited for.
         num_connections: to each rank.
+        reads: whether prompts of others are taken over; else this engine's are served alone.
     """
 
     password: str | None
     sealer: Sealer
     timeout_s: float
     num_connections: int
+    reads: bool = True
 
 
 class PeerChunks:
@@ -77,12 +79,20 @@ class PeerChunks:
     def _first(self, chunk: ChunkId, load: Callable[[ChunkStore], MissReason | None]) -> MissReason | None:
         reason: MissReason | None = MissReason.ABSENT
         stores = self._by_cell.get((chunk.role, chunk.layer_group, chunk.head_group), [])
-        first = int.from_bytes(chunk.page_key[:4], "little") % max(1, len(stores))
+        first = turn_of(chunk.page_key, len(stores)) if stores else 0
         for store in stores[first:] + stores[:first]:
             reason = load(store)
             if reason is not MissReason.ABSENT:
                 break
         return reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank that has been read: its store, and what was worked out of it for holdings and namespaces."""
+
+    store: Store
+    chunks: dict[tuple[tuple[Holding, ...], Spaces], list[tuple[_Cell, ChunkStore]]] = field(default_factory=dict)
 
 
 class Peers:
@@ -101,52 +111,58 @@ class Peers:
         self._metrics = metrics
         self._reader = reader
         self._lock = threading.Lock()
-        self._stores: OrderedDict[tuple[str, int], Store] = OrderedDict()
+        self._ranks: OrderedDict[tuple[str, int], _Rank] = OrderedDict()
 
     def chunks(self, peer: Peer, spaces: Spaces) -> PeerChunks:
         """What a peer serves under these namespaces. Nothing is connected yet."""
-        digests = {Role.TARGET: spaces.target, Role.DRAFT: spaces.draft}
-        grids = {shape.role: self._layout.grid_of(shape) for shape in self._layout.roles}
         by_cell: dict[_Cell, list[ChunkStore]] = {}
         for rank in peer.ranks:
-            store = self._open(rank)
-            by_role = {
-                role: ChunkStore(store, digest, grids[role], self._access.sealer)
-                for role, digest in digests.items()
-                if digest is not None and role in grids
-            }
-            for part in RankGeometry(self._layout, rank.holdings).parts:
-                cell = part.cell
-                if part.is_whole and cell.role in by_role:
-                    place = (cell.role, cell.layer_group, cell.head_group)
-                    by_cell.setdefault(place, []).append(by_role[cell.role])
+            opened = self._open(rank)
+            about = (rank.holdings, spaces)
+            if about not in opened.chunks:
+                opened.chunks[about] = list(self._held(opened.store, *about))
+            for cell, chunks in opened.chunks[about]:
+                by_cell.setdefault(cell, []).append(chunks)
         return PeerChunks(by_cell)
 
     def acknowledge(self, peer: Peer) -> None:
         """Tell a peer that nobody reads a prompt's pages any more; its first rank tells the others."""
         try:
-            self._open(peer.ranks[0]).delete(ObjectName(ACKNOWLEDGEMENT + quote(peer.request, safe="")))
+            self._open(peer.ranks[0]).store.delete(ObjectName(ACKNOWLEDGEMENT + quote(peer.request, safe="")))
         except StoreError as error:  # the lease on the pages runs out instead
             logger.warning("A peer was not told that its pages have been read: %s", error)
 
     def close(self) -> None:
         """Close all connections."""
         with self._lock:
-            stores, self._stores = list(self._stores.values()), OrderedDict()
-        for store in stores:
-            store.close()
+            ranks, self._ranks = list(self._ranks.values()), OrderedDict()
+        for rank in ranks:
+            rank.store.close()
 
-    def _open(self, rank: PeerRank) -> Store:
+    def _held(self, store: Store, holdings: tuple[Holding, ...], spaces: Spaces) -> Iterator[tuple[_Cell, ChunkStore]]:
+        """The whole cells among a rank's holdings, and where to read them."""
+        digests = {Role.TARGET: spaces.target, Role.DRAFT: spaces.draft}
+        by_role = {
+            shape.role: ChunkStore(store, digest, self._layout.grid_of(shape), self._access.sealer)
+            for shape in self._layout.roles
+            if (digest := digests[shape.role]) is not None
+        }
+        for part in RankGeometry(self._layout, holdings).parts:
+            cell = part.cell
+            if part.is_whole and cell.role in by_role:
+                yield (cell.role, cell.layer_group, cell.head_group), by_role[cell.role]
+
+    def _open(self, rank: PeerRank) -> _Rank:
         place = (rank.host, rank.port)
         with self._lock:
-            if place not in self._stores:
-                self._stores[place] = self._new(rank)
-            self._stores.move_to_end(place)
-            surplus = self._stores.popitem(last=False)[1] if len(self._stores) > _MOST_RANKS else None
-            store = self._stores[place]
+            if place not in self._ranks:
+                self._ranks[place] = _Rank(self._new(rank))
+            self._ranks.move_to_end(place)
+            surplus = self._ranks.popitem(last=False)[1] if len(self._ranks) > _MOST_RANKS else None
+            opened = self._ranks[place]
         if surplus is not None:
-            surplus.close()
-        return store
+            surplus.store.close()
+        return opened
 
     def _new(self, rank: PeerRank) -> Store:
         layout = Layout(f"the engine at {rank.host}:{rank.port}", "")
